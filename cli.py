@@ -1,0 +1,441 @@
+"""Command line of flashmla_cupy: `python cli.py ...` in a checkout, `flashmla-cupy ...` where it is installed.
+
+Parsing and printing only; the work is in flashmla_cupy.testing and flashmla_cupy.runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import flashmla_cupy
+
+SHOWN_FAILURES = 20
+
+
+class Group(click.Group):
+    """Shows every expected error as one readable line and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from flashmla_cupy.errors import FlashMLAError
+
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.exceptions.Abort):
+            raise
+        except (
+            FlashMLAError,
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # RuntimeError: CuPy's and torch's CUDA errors
+            raise click.ClickException(" ".join(str(error).split())) from error
+
+
+def console() -> Console:
+    """Wide enough for the tables when the output is not a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+@contextlib.contextmanager
+def progress(out: Console, what: str, total: int) -> Iterator[Any]:
+    """Yields advance(label): a bar on a terminal, nothing elsewhere."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[label]}"),
+    )
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task(what, total=total, label="")
+        yield lambda label="": bar.update(task, advance=1, label=escape(label[:60]))
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(flashmla_cupy.__version__, message="flashmla_cupy %(version)s")
+def cli() -> None:
+    """MLA attention kernels for CuPy: check them, time them, look into them."""
+
+
+# ---- validate
+
+
+@cli.command()
+@click.option(
+    "--op",
+    "ops",
+    multiple=True,
+    type=click.Choice(["sched_meta", "combine", "dense_decode"]),
+    help="Only this op; may be repeated.",
+)
+@click.option("--suite", type=click.Choice(["smoke", "corner", "full"]), default="smoke", show_default=True)
+@click.option("--record", type=FILE, help="Write the evidence record of this GPU run (tests/records/validate_*.json).")
+@click.option("--json", "json_path", type=FILE, help="Write every check's outcome.")
+@click.option("--numpy", "force_numpy", is_flag=True, help="Check the NumPy backend even if there is a GPU.")
+def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: Path | None, force_numpy: bool) -> None:
+    """Run the kernels on hostile inputs and compare them with float64 references.
+
+    Without a GPU: the NumPy backend against an independent check, and every kernel compiled.
+    """
+    from flashmla_cupy.testing import checks, report
+    from flashmla_cupy.testing import kernels as variants
+    from flashmla_cupy.testing import machine as machines
+    from flashmla_cupy.testing import validate as validation
+
+    out, machine = console(), machines.detect(force_numpy)
+    if record is not None and not machine.gpu:
+        raise click.ClickException("record: no GPU was found, and a record vouches for a GPU run")
+    if machine.gpu:
+        out.print(f"[bold]{escape(machine.name)}[/], suite {suite}")
+    else:
+        out.print(
+            f"[bold yellow]{'No GPU was found' if not force_numpy else 'The GPU is not used'}:[/] checking the NumPy "
+            f"backend on the small cases of suite {suite}, and compiling every kernel"
+        )
+    started = time.perf_counter()
+    rows = checks.collect(ops or checks.OPS, suite, machine)
+    try:
+        with progress(out, "checks", len(rows)) as advance:
+            results = validation.run(rows, machine, lambda result: advance(result.name))
+    except machines.HangError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.stderr.flush()
+        os._exit(1)  # a kernel that never ends would block an orderly exit
+    failures = [result for result in results if not result.passed]
+    for result in failures[:SHOWN_FAILURES]:
+        out.print(f"[red]FAILED[/] {escape(f'{result.op}: {result.name}: {result.message}')}", soft_wrap=True)
+    if len(failures) > SHOWN_FAILURES:
+        out.print(f"[red]and {len(failures) - SHOWN_FAILURES} more failures[/]")
+    out.print(report.ops_table(results))
+    if machine.gpu:
+        out.print(report.kernels_table(results))
+    compile_failed = not machine.gpu and not compile_kernels(out, variants.choose(ops=ops))
+    write_json(json_path, validation.results_json(results, suite, machine))
+    if record is not None:
+        write_json(record, validation.record(results, suite, machine))
+    passed = len(results) - len(failures)
+    out.print(
+        f"[{'red' if failures or compile_failed else 'green'}]{passed} of {len(results)} checks passed[/] in "
+        f"{time.perf_counter() - started:.1f} s"
+    )
+    if failures or compile_failed:
+        raise SystemExit(1)
+
+
+# ---- bench
+
+
+@cli.command()
+@click.option("--op", type=click.Choice(["dense_decode"]), default="dense_decode", show_default=True)
+@click.option("--case", "pattern", help="Only rows whose name contains this, such as '128,16' or 'graph'.")
+@click.option(
+    "--peer-lib",
+    "peer_paths",
+    multiple=True,
+    type=click.Path(),
+    help="A torch extension with FlashMLA's or FlashAttention-3's kernels to measure beside ours; repeatable.",
+)
+@click.option("--graph", is_flag=True, help="Measure every row inside a CUDA graph (small batches always are).")
+@click.option("--host", is_flag=True, help="Only the host time of an eager call and the first-call times.")
+@click.option(
+    "--repeats", default=15, show_default=True, type=click.IntRange(1), help="Repetitions behind each median."
+)
+@click.option("--plot", type=FILE, help="Write a roofline PNG.")
+@click.option("--json", "json_path", type=FILE, help="Write every figure.")
+def bench(
+    op: str,
+    pattern: str | None,
+    peer_paths: tuple[str, ...],
+    graph: bool,
+    host: bool,
+    repeats: int,
+    plot: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Time the kernels, and peers on the same arrays in the same run."""
+    from flashmla_cupy.testing import bench as timing
+    from flashmla_cupy.testing import bench_cases, peers, report
+    from flashmla_cupy.testing import machine as machines
+    from flashmla_cupy.testing.environment import versions
+
+    cases = bench_cases.select(pattern)
+    machine = machines.detect()
+    if not machine.gpu:
+        raise click.ClickException("bench: no GPU was found; `kernels compile` and `validate` work without one")
+    out, rivals = console(), peers.load(list(peer_paths))
+    out.print(f"[bold]{escape(machine.name)}[/], {op}")
+    rows, figures = [], {}
+    if host or pattern is None:
+        cold, warm = timing.first_calls()
+        cost = timing.host_cost(bench_cases.DENSE_DECODE[0])
+        figures = {"host": vars(cost), "first_call": {"cold": vars(cold), "warm": vars(warm)}}
+        out.print(report.host_line(cost))
+        out.print("cold compile: " + ", ".join(f"{name} {spent:.2f} s" for name, spent in cold.compile_seconds.items()))
+        out.print(
+            f"first call in a fresh process: {cold.call_seconds:.2f} s cold, {warm.call_seconds:.3f} s with cached "
+            f"cubins (CUDA context {warm.context_seconds:.2f} s apart)"
+        )
+    if not host:
+        with progress(out, "rows", len(cases)) as advance:
+            for case in cases:
+                rows.append(timing.measure(case, rivals, graph=True if graph else None, repeats=repeats))
+                advance(case.name)
+        out.print(report.bench_table(rows, [peer.name for peer in rivals]))
+    for row in rows:
+        for name, message in row.errors.items():
+            out.print(f"[red]{escape(f'{row.case.name}: {name}: {message}')}[/]", soft_wrap=True)
+    write_json(json_path, {**versions(machine), "rows": [row.as_json() for row in rows], **figures})
+    if plot is not None and rows:
+        report.roofline(rows, plot)
+        out.print(f"roofline: {plot}")
+    if any(row.errors for row in rows):
+        raise SystemExit(1)
+
+
+# ---- kernels
+
+
+@cli.group()
+def kernels() -> None:
+    """The compiled variants (no GPU needed)."""
+
+
+NAME = click.argument("name", default="")
+
+
+def compile_kernels(out: Console, specs: list[Any], use_cache: bool = True, arch: str | None = None) -> bool:
+    """Compiles and prints a table; False if any failed."""
+    from flashmla_cupy.testing import kernels as variants
+    from flashmla_cupy.testing import report
+
+    with progress(out, "compile", len(specs)) as advance:
+        rows = variants.compile_all(specs, use_cache=use_cache, arch=arch, on_done=advance)
+    out.print(report.compiled_table(rows))
+    failed = variants.errors(rows)
+    print_errors(out, failed)
+    return not failed
+
+
+def print_errors(out: Console, errors: Iterable[Any]) -> None:
+    for error in errors:
+        out.print(f"[red]{escape(' '.join(str(error).split()))}[/]", soft_wrap=True)
+
+
+@kernels.command("list")
+def kernels_list() -> None:
+    """How many variants there are, and why each exists."""
+    from flashmla_cupy.testing import kernels as variants
+    from flashmla_cupy.testing import report
+
+    out, specs = console(), variants.choose()
+    out.print(report.variants_table(specs))
+    for op in dict.fromkeys(spec.op for spec in specs):
+        count = sum(spec.op == op for spec in specs)
+        out.print(f"{op}: {count} because of {variants.WHY.get(op, 'its template arguments')}")
+    out.print(
+        "Causal masking, page size, lengths, strides and head counts are run-time arguments: they cost no variant."
+    )
+
+
+@kernels.command("compile")
+@NAME
+@click.option("--fresh", is_flag=True, help="Compile even if the cache has the kernel.")
+@click.option("--arch", help="For another GPU architecture, such as sm_90a.")
+def kernels_compile(name: str, fresh: bool, arch: str | None) -> None:
+    """Compile the kernels whose name contains NAME: registers, spills, shared memory, seconds."""
+    from flashmla_cupy.testing import kernels as variants
+
+    if not compile_kernels(console(), variants.choose(name), not fresh, arch):
+        raise SystemExit(1)
+
+
+@kernels.command("dump")
+@NAME
+@click.option(
+    "--to", "folder", type=click.Path(file_okay=False, path_type=Path), default=Path("kernels"), show_default=True
+)
+def kernels_dump(name: str, folder: Path) -> None:
+    """Write generated source, PTX, cubin, SASS and compile log of the kernels whose name contains NAME."""
+    from flashmla_cupy.testing import kernels as variants
+
+    out, specs = console(), variants.choose(name)
+    with progress(out, "dump", len(specs)) as advance:
+        for spec in specs:
+            files, missing = variants.dump(spec, folder)
+            print_errors(out, [missing] if missing else [])
+            out.print(f"{folder}: {' '.join(files)}", soft_wrap=True)
+            advance(spec.name)
+
+
+@kernels.command("watch")
+@NAME
+@click.option("--interval", default=0.5, show_default=True, help="Seconds between looks.")
+@click.option("--rounds", type=int, hidden=True, help="Stop after this many looks.")
+def kernels_watch(name: str, interval: float, rounds: int | None) -> None:
+    """Compile again whenever a source file of the kernels whose name contains NAME changes; end with Ctrl-C."""
+    from flashmla_cupy.runtime import source
+    from flashmla_cupy.testing import kernels as variants
+
+    out = console()
+    with contextlib.suppress(KeyboardInterrupt):
+        for changed in variants.changes(variants.choose(name), interval, rounds):
+            compile_kernels(out, changed)
+            out.print(f"watching {source.source_root()}", soft_wrap=True)
+
+
+# ---- schedule
+
+
+@cli.command()
+@click.option("--lengths", help="KV lengths, comma separated; 4096x8 repeats one eight times.")
+@click.option(
+    "--batch", default=16, show_default=True, type=click.IntRange(1), help="Requests to draw without --lengths."
+)
+@click.option("--mean", default=4096, show_default=True, type=click.IntRange(0), help="Their mean length.")
+@click.option("--varlen", is_flag=True, help="Draw lengths around the mean.")
+@click.option("--h-q", default=128, show_default=True, type=click.IntRange(1))
+@click.option("--h-kv", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--s-q", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--sm-count", type=click.IntRange(1), help="SMs of the GPU; the one here, else an H200's 132.")
+@click.option("--png", type=FILE, help="Also write a picture.")
+def schedule(
+    lengths: str | None,
+    batch: int,
+    mean: int,
+    varlen: bool,
+    h_q: int,
+    h_kv: int,
+    s_q: int,
+    sm_count: int | None,
+    png: Path | None,
+) -> None:
+    """Show who works on what: requests x SM parts."""
+    import numpy as np
+
+    from flashmla_cupy.ops.sched_meta import num_sm_parts
+    from flashmla_cupy.reference.sched_meta import plan
+    from flashmla_cupy.testing import machine as machines
+    from flashmla_cupy.testing import report
+    from flashmla_cupy.testing.bench_cases import BenchCase
+
+    if lengths is not None:
+        values = parse_lengths(lengths)
+    else:
+        values = BenchCase(batch, h_q, s_q, mean, varlen=varlen).lengths()
+    if h_q % h_kv:
+        raise ValueError(f"h-kv: got {h_kv}, expected a divisor of h-q = {h_q}")
+    tokens = np.asarray(values, np.int32)
+    parts = num_sm_parts(sm_count or machines.detect().sm_count, h_kv, s_q * h_q // h_kv)
+    metadata, num_splits = plan(tokens, parts)
+    out = console()
+    out.print(report.schedule_text(metadata, tokens, out.width))
+    out.print(report.schedule_summary(metadata, num_splits, tokens), soft_wrap=True)
+    if png is not None:
+        report.schedule_png(metadata, tokens, png)
+        out.print(f"picture: {png}")
+
+
+def parse_lengths(text: str) -> list[int]:
+    """ "4096x2,65" -> [4096, 4096, 65]. Raises ValueError on anything else."""
+    values: list[int] = []
+    for word in text.split(","):
+        length, _, times = word.strip().partition("x")
+        if not length.isdigit() or not (times or "1").isdigit():
+            raise ValueError(f"lengths: got {word!r}, expected a number or number x times, such as 4096x8")
+        values += [int(length)] * int(times or "1")
+    return values
+
+
+# ---- env, cache
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def env(as_json: bool) -> None:
+    """What this installation runs with: GPU, tool versions, cache, environment variables."""
+    from flashmla_cupy.testing import environment
+    from flashmla_cupy.testing import machine as machines
+
+    facts = environment.facts(machines.detect())
+    if as_json:
+        click.echo(json.dumps(facts, indent=1))
+        return
+    from rich.table import Table
+
+    table = Table("", "", show_header=False)
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            for name, row in value.items():
+                table.add_row(name, f"{row['value'] if row['value'] is not None else '(unset)'}  {row['meaning']}")
+        else:
+            table.add_row(key, "none" if value is None else str(value))
+    console().print(table)
+
+
+@cli.group()
+def cache() -> None:
+    """The cache of compiled kernels."""
+
+
+@cache.command("info")
+def cache_info() -> None:
+    """Where it is and how large."""
+    from flashmla_cupy.runtime import cache as store
+
+    facts = store.info()
+    if facts.directory is None:
+        click.echo("no cache folder: there is no home directory, kernels are kept in memory")
+        return
+    note = "" if facts.writable else " (not writable: kernels are kept in memory)"
+    click.echo(f"{facts.directory}: {facts.entries} kernels, {facts.size_bytes / 1e6:.1f} MB{note}")
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Remove every compiled kernel."""
+    from flashmla_cupy.runtime import cache as store
+
+    click.echo(f"removed {store.clear()} kernels")
+
+
+@cache.command("warmup")
+@NAME
+def cache_warmup(name: str) -> None:
+    """Compile the kernels whose name contains NAME ahead of their first use (all of them without NAME)."""
+    from flashmla_cupy.runtime import compile as runtime_compile
+    from flashmla_cupy.testing import kernels as variants
+    from flashmla_cupy.testing import report
+
+    out, specs = console(), [spec for spec in variants.choose(name) if not spec.experimental]
+    with progress(out, "warmup", len(specs)) as advance:
+        results = runtime_compile.warmup(specs, on_done=lambda spec, result: advance(spec.name))
+    rows = [(spec.name, result) for spec, result in results.items()]
+    out.print(report.compiled_table(rows))
+    print_errors(out, variants.errors(rows))
+    if variants.errors(rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,62 @@
+// What one SM part works on, read from the tile-scheduler metadata (see sched_meta). The plan is taken as a hint: cuts
+// are clipped to the real lengths and the last fragment of a request runs to its real end, so metadata made for other
+// lengths still covers every block exactly once and never leaves the cache.
+#pragma once
+#include "common/math.cuh"
+#include "common/types.cuh"
+
+namespace flashmla::attention {
+
+constexpr int kKvBlock = 64;  // tokens of a KV block, the unit of the plan
+
+struct PartPlan {
+  int part;
+  int begin_req, begin_block;
+  int end_req, end_block;
+  bool begins_inside;  // begin_req was begun by an earlier part
+  bool ends_inside;    // end_req goes on in the next part
+};
+
+__device__ __forceinline__ PartPlan load_part_plan(const int32_t* metadata, int part, int num_sm_parts, int batch) {
+  const int4* row = reinterpret_cast<const int4*>(metadata + part * 8);
+  const int4 a = row[0], b = row[1];  // begin_req begin_block end_req end_block | begin_split ...
+  PartPlan plan;
+  plan.part = part;
+  plan.begin_req = max(a.x, 0);
+  plan.begin_block = max(a.y, 0);
+  plan.end_req = min(a.z, batch - 1);
+  plan.end_block = max(a.w, 0);
+  plan.begins_inside = b.x > 0;
+  plan.ends_inside = false;
+  if (part + 1 < num_sm_parts) {
+    const int4 next_a = row[2], next_b = row[3];
+    plan.ends_inside = next_a.x == a.z && next_b.x > 0;
+  }
+  return plan;
+}
+
+struct BlockPosition {
+  int req, block, end_block;
+};
+
+struct Fragment {
+  int seqlen;                  // tokens of the request
+  int begin_block, end_block;  // KV blocks of this fragment; empty when equal
+  int slot;                    // row of the partial results, or -1: the request is whole and written out directly
+};
+
+// `visible` bounds the tokens that any row of the caller's tile may see (causal); `max_seqlen` what the cache holds.
+__device__ __forceinline__ Fragment fragment_of(const PartPlan& plan, int req, int seqlen, int visible) {
+  const bool continued = plan.begins_inside && req == plan.begin_req;
+  const bool cut = plan.ends_inside && req == plan.end_req;
+  const int blocks = ceil_div(seqlen, kKvBlock);
+  Fragment f;
+  f.seqlen = seqlen;
+  f.begin_block = min(continued ? plan.begin_block : 0, blocks);
+  f.end_block = min(cut ? plan.end_block : blocks, ceil_div(max(visible, 0), kKvBlock));
+  f.end_block = max(f.begin_block, min(f.end_block, blocks));
+  f.slot = continued || cut ? 2 * plan.part + (continued ? 0 : 1) : -1;
+  return f;
+}
+
+}  // namespace flashmla::attention

@@ -1,0 +1,63 @@
+// Kernel parameter structs. flashmla_cupy/runtime/params.py mirrors each field; the generated unit asserts
+// sizes and offsets, so drift between the two is a compile error. Strides are in elements.
+#pragma once
+#include "common/types.cuh"
+
+namespace flashmla {
+
+struct DenseDecodeParams {
+  TensorMap k_map;             // (64 | tokens of a page | d_qk / 64 | h_kv | pages), box (64, box_tokens, 1, 1, 1)
+  const void* q;               // (batch, s_q, h_q, d_qk) bf16 | fp16
+  void* out;                   // (batch, s_q, h_q, 512) same type as q
+  float* lse;                  // (batch, h_q, s_q), natural log
+  float* o_partial;            // (2 * num_sm_parts, h_kv, rows, 512)
+  float* lse_partial;          // (2 * num_sm_parts, h_kv, rows), log2
+  const int32_t* cache_seqlens;  // (batch)
+  const int32_t* block_table;  // (batch, table_width) or null: page index = request (contiguous KV)
+  const int32_t* metadata;     // (num_sm_parts, 8)
+  int64_t q_stride_batch, q_stride_token, q_stride_head;
+  int64_t out_stride_batch, out_stride_token, out_stride_head;
+  int64_t lse_stride_batch, lse_stride_head, lse_stride_token;
+  int64_t block_table_stride;
+  int32_t batch, s_q, heads_per_kv, h_kv;
+  int32_t num_sm_parts;
+  int32_t causal;              // 0 | 1
+  int32_t page_size;           // tokens of a page
+  int32_t box_tokens;          // tokens of one TMA box: min(64, page_size)
+  int32_t max_seqlen;          // what the block table (or the contiguous cache) can hold; longer lengths are clipped
+  float scale_log2;            // softmax_scale * log2(e)
+};
+
+struct CombineParams {
+  const float* o_partial;      // by metadata: (2 * num_sm_parts, h_kv, rows, d_v); direct: (n_direct, rows, d_v)
+  const float* lse_partial;    // by metadata: (2 * num_sm_parts, h_kv, rows); direct: (n_direct, rows)
+  void* out;                   // (batch, s_q, h_q, d_v)
+  float* lse;                  // (batch, h_q, s_q), natural log
+  const int32_t* metadata;     // (num_sm_parts, 8) or null: direct mode
+  const int32_t* num_splits;   // (batch + 1)
+  const float* attn_sink;      // (h_q) natural-log logits or null
+  int64_t out_stride_batch, out_stride_token, out_stride_head;
+  int64_t lse_stride_batch, lse_stride_head, lse_stride_token;
+  int32_t batch, s_q, heads_per_kv, h_kv;
+  int32_t num_sm_parts;
+  int32_t n_direct;
+  int32_t d_v;                 // multiple of 4
+  int32_t warps_per_row;       // 1 | 2 | 4 | 8: warps that share the partials of one row
+  float lse_in_scale;          // multiplies lse_partial to give log2 units: 1 | log2(e)
+  float reserved;
+};
+
+struct SchedMetaParams {
+  const int32_t* cache_seqlens;  // (batch) or null when fixed_seqlen >= 0
+  int32_t* metadata;           // (num_sm_parts, 8)
+  int32_t* num_splits;         // (batch + 1)
+  int64_t* cost_prefix;        // (batch + 1) scratch: exclusive prefix sum of blocks + overhead
+  int32_t batch;
+  int32_t num_sm_parts;
+  int32_t block_size;          // tokens of a KV block: 64
+  int32_t overhead_blocks;     // fixed cost of a fragment, in blocks
+  int32_t fixed_seqlen;        // >= 0: every request has this length (sparse: topk)
+  int32_t reserved;
+};
+
+}  // namespace flashmla

@@ -1,0 +1,514 @@
+// Paged dense MLA decode on Hopper: out = softmax(scale Q K^T) V, where V is the first 512 dims of K.
+//
+// Method: FlashMLA's split-KV plan (a scheduler hands every SM part a range of KV blocks); inside a CTA a pipeline of
+// our own rather than FlashMLA's seesaw. One warpgroup only computes scores, with most of Q held as register operands;
+// that leaves shared memory for three KV stages. Two warpgroups only accumulate, each one half of the 512 output dims.
+//
+// grid    (ceil(rows / 64), h_kv, num_sm_parts), rows = s_q * h_q / h_kv: CTAs sharing KV are neighbours
+// block   384 threads, one CTA an SM, no cluster, 168 registers a thread (all 64 K)
+// roles   warpgroup 0  scores: S = Q K^T, softmax, P to shared memory, row sums, log-sum-exp
+//         warpgroup 1  output: O[:, 0:256] += P V          warpgroup 2  output: O[:, 256:512] += P V
+//         Each warpgroup loads what it alone reads last: an output warpgroup its half of K (thread 0, as soon as its
+//         P V of the block three before is done), the score warpgroup the RoPE tile.
+// order   The tensor cores see Q K^T (n + 1), P V (n), Q K^T (n + 2), ...: P (n) is announced only when Q K^T (n + 1)
+//         is nearly done, so that P V (n) fills them while the score warpgroup is at its softmax of n + 1.
+//
+// barrier            arrivals     bytes        armed by         waited on by
+// half_full[h][s][t] 1 + TMA      8192 or less output h         scores, output h   tile t of a KV block has landed
+// half_empty[h][s]   4 (warps)    -            output h         output h           P V of the block is done
+// rope_full          1 + TMA      8192 or less scores           scores
+// rope_empty         4 (warps)    -            scores           scores             Q K^T of the block is done
+// p_full             4 (warps)    -            scores           both outputs       p, rescale, inv_sum written
+// p_empty            8 (warps)    -            both outputs     scores             p, rescale, inv_sum read
+#pragma once
+#include "attention/epilogue.cuh"
+#include "attention/online_softmax.cuh"
+#include "attention/split.cuh"
+#include "common/check.cuh"
+#include "common/math.cuh"
+#include "common/params.cuh"
+#include "dense_decode/config.cuh"
+#include "ptx/bar.cuh"
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/ld_st.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/swizzle.cuh"
+
+namespace flashmla::dense_decode {
+
+using attention::BlockPosition;
+using attention::Fragment;
+using attention::PartPlan;
+using tile::smem_addr;
+
+constexpr uint32_t kScoreBarrier = 1;   // named barriers: one a consumer warpgroup
+constexpr uint32_t kOutputBarrier = 2;  // + half
+
+// Causal: the number of tokens a query row sees. Query token i of s_q sees seqlen - s_q + i + 1.
+__device__ __forceinline__ int visible_tokens(const DenseDecodeParams& params, int seqlen, int row) {
+  return params.causal ? seqlen - params.s_q + row / params.heads_per_kv + 1 : seqlen;
+}
+
+// The fragment of a request that this CTA works on. Every role derives the same sequence of blocks from it.
+__device__ __forceinline__ Fragment load_fragment(const DenseDecodeParams& params, const PartPlan& plan, int req) {
+  const int seqlen = min(max(__ldg(params.cache_seqlens + req), 0), params.max_seqlen);
+  const int rows = params.s_q * params.heads_per_kv;
+  const int last_row = min((int)(blockIdx.x + 1) * 64, rows) - 1;
+  Fragment fragment = attention::fragment_of(plan, req, seqlen, min(visible_tokens(params, seqlen, last_row), seqlen));
+  // Called without room for partial results: the host knows that nothing is cut. Stale metadata must not fault.
+  if (params.o_partial == nullptr) fragment.slot = -1;
+  return fragment;
+}
+
+// The warp's accesses before it are done when the barrier counts it.
+__device__ __forceinline__ void arrive_once_per_warp(uint32_t bar) {
+  __syncwarp();
+  if (tile::lane_id() == 0) ptx::mbarrier_arrive(bar);
+}
+
+// ---- loads ------------------------------------------------------------------------------------------------------
+// Walks over the KV blocks of this CTA, in order, across requests.
+__device__ __forceinline__ void skip_finished(const DenseDecodeParams& params, const PartPlan& plan,
+                                              BlockPosition& at) {
+  while (at.block >= at.end_block && ++at.req <= plan.end_req) {
+    const Fragment fragment = load_fragment(params, plan, at.req);
+    at.block = fragment.begin_block;
+    at.end_block = fragment.end_block;
+  }
+}
+
+__device__ __forceinline__ void first_block(const DenseDecodeParams& params, const PartPlan& plan, BlockPosition& at) {
+  at = {plan.begin_req - 1, 0, 0};
+  skip_finished(params, plan, at);
+}
+
+__device__ __forceinline__ void next_block(const DenseDecodeParams& params, const PartPlan& plan, BlockPosition& at) {
+  at.block++;
+  skip_finished(params, plan, at);
+}
+
+// Page of a token and the token's place in it. A cache without a block table has one page a request.
+struct PageToken {
+  int page, token;
+};
+__device__ __forceinline__ PageToken locate(const DenseDecodeParams& params, int req, int token) {
+  if (params.block_table == nullptr) return {req, token};
+  const int page_shift = 31 - __clz(params.page_size);  // page sizes are powers of two
+  return {__ldg(params.block_table + req * params.block_table_stride + (token >> page_shift)),
+          token & (params.page_size - 1)};
+}
+
+// Starts the copy of tile `tile_index` (64 dims) of a KV block; `first` locates its first token. One thread.
+__device__ __forceinline__ void load_tile(const DenseDecodeParams& params, const BlockPosition& at, PageToken first,
+                                          uint32_t dst, uint32_t full, int tile_index) {
+  const int first_token = at.block * attention::kKvBlock;
+  int boxes = 1;
+  if (params.box_tokens < attention::kKvBlock) {  // small pages; those wholly past the end are not loaded
+    const int seqlen = min(__ldg(params.cache_seqlens + at.req), params.max_seqlen);
+    boxes = ceil_div(min(attention::kKvBlock, seqlen - first_token), params.box_tokens);
+  }
+  const uint32_t box_bytes = params.box_tokens * tile::kTileRowBytes;
+  ptx::mbarrier_arrive_expect_tx(full, boxes * box_bytes);
+#pragma unroll 1
+  for (int box = 0; box < boxes; box++) {
+    if (box > 0) first = locate(params, at.req, first_token + box * params.box_tokens);
+    ptx::cp_async_bulk_tensor_5d(dst + box * box_bytes, &params.k_map, full, 0, first.token, tile_index, blockIdx.y,
+                                 first.page, ptx::kL2EvictFirst);
+  }
+}
+
+// ---- scores -----------------------------------------------------------------------------------------------------
+// A query row in global memory. Rows past the last one repeat it: their results are never stored.
+template <class Element>
+__device__ __forceinline__ const Element* query_row(const DenseDecodeParams& params, int req, int row) {
+  row = min(row, params.s_q * params.heads_per_kv - 1);
+  const int token = row / params.heads_per_kv, head = blockIdx.y * params.heads_per_kv + row % params.heads_per_kv;
+  return reinterpret_cast<const Element*>(params.q) + req * params.q_stride_batch + token * params.q_stride_token +
+         head * params.q_stride_head;
+}
+
+// Q of one request: the first kQRegSteps x 16 dims as wgmma A fragments, straight from global memory; the rest,
+// swizzled, to shared memory.
+template <class Config>
+__device__ __forceinline__ void load_query(const DenseDecodeParams& params, int req, typename Config::Storage& smem,
+                                           uint32_t (&q)[Config::kQRegSteps][4]) {
+  using Element = typename Config::Element;
+  const int first_row = blockIdx.x * Config::kRows;
+  ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
+#pragma unroll 1
+  for (int i = threadIdx.x % 128; i < 64 * 8; i += 128) {
+    const int row = i / 8, chunk = i % 8;
+    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, first_row + row)) + chunk;
+#pragma unroll
+    for (int t = 7; t < Config::kTiles; t++)
+      ptx::st_shared_v4(smem_addr(smem.q[t - 7]) + tile::swizzle_128b(row, chunk), __ldg(src + 8 * t));
+    if (chunk >= 6) ptx::st_shared_v4(smem_addr(smem.q_piece) + tile::swizzle_32b(row, chunk - 6), __ldg(src + 8 * 6));
+  }
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kScoreBarrier, 128);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const uint32_t* src = reinterpret_cast<const uint32_t*>(
+        query_row<Element>(params, req, first_row + tile::fragment_row() + 8 * r) + tile::fragment_col());
+#pragma unroll
+    for (int k = 0; k < Config::kQRegSteps; k++) {
+      q[k][r] = __ldg(src + 8 * k);
+      q[k][2 + r] = __ldg(src + 8 * k + 4);
+    }
+  }
+}
+
+// S = Q K^T for one block; tiles are used as they land. Two commit groups: all tiles but the last, and the last.
+template <class Config>
+__device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)[Config::kQRegSteps][4],
+                                             typename Config::Storage& smem, int stage, uint32_t phase,
+                                             uint32_t rope_phase) {
+  using Element = typename Config::Element;
+#pragma unroll
+  for (int t = 0; t < Config::kTiles; t++) {
+    const bool rope = t == 8;
+    const int half = rope ? 0 : t / 4;
+    tile::wait(smem_addr(rope ? &smem.rope_full : &smem.half_full[half][stage][t % 4]), rope ? rope_phase : phase);
+    if (t == Config::kTiles - 1) ptx::wgmma_commit_group();
+    ptx::wgmma_fence();
+    const uint64_t k_desc = tile::k_major_desc(smem_addr(rope ? smem.k_rope[0] : smem.k_half[half][stage][t % 4]));
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const uint64_t b = tile::advance(k_desc, k * tile::kKMajorStepBytes);
+      const int step = 4 * t + k;
+      if (step < Config::kQRegSteps) {
+        ptx::wgmma_m64n64k16_rs<Element>(s, q[step < Config::kQRegSteps ? step : 0], b, step > 0);
+      } else if (t < 7) {
+        ptx::wgmma_m64n64k16_ss<Element>(s, tile::k_major_desc_32b(smem_addr(smem.q_piece)), b, 1);
+      } else {
+        const uint64_t a = tile::k_major_desc(smem_addr(smem.q[t < 7 ? 0 : t - 7]));
+        ptx::wgmma_m64n64k16_ss<Element>(s, tile::advance(a, k * tile::kKMajorStepBytes), b, 1);
+      }
+    }
+  }
+  ptx::wgmma_commit_group();
+}
+
+// Where this lane's row of step k (16 of the 64 tokens) of this warp's 16 rows of P lies, for stmatrix and ldmatrix.
+__device__ __forceinline__ uint32_t fragment_addr(uint32_t p_smem, int k) {
+  const int lane = tile::lane_id();
+  return p_smem + tile::swizzle_128b(tile::warp_in_group() * 16 + (lane & 15), 2 * k + lane / 16);
+}
+
+// P of this warp's 16 rows into the swizzled tile.
+template <class Element>
+__device__ __forceinline__ void store_probabilities(const float (&s)[32], uint32_t p_smem) {
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    ptx::stmatrix_x4(fragment_addr(p_smem, k), tile::pack<Element>(s[8 * k], s[8 * k + 1]),
+                     tile::pack<Element>(s[8 * k + 2], s[8 * k + 3]), tile::pack<Element>(s[8 * k + 4], s[8 * k + 5]),
+                     tile::pack<Element>(s[8 * k + 6], s[8 * k + 7]));
+}
+
+// Log-sum-exp of one row: natural log into lse, or log2 into the partial results.
+__device__ __forceinline__ void store_lse(const DenseDecodeParams& params, int slot, int req, int row, float lse_log2) {
+  const int rows = params.s_q * params.heads_per_kv;
+  if (row >= rows || (threadIdx.x & 3) != 0) return;
+  if (slot >= 0) {
+    params.lse_partial[((int64_t)slot * params.h_kv + blockIdx.y) * rows + row] = lse_log2;
+  } else {
+    const int token = row / params.heads_per_kv, head = blockIdx.y * params.heads_per_kv + row % params.heads_per_kv;
+    params.lse[req * params.lse_stride_batch + head * params.lse_stride_head + token * params.lse_stride_token] =
+        lse_log2 * kLn2;
+  }
+}
+
+// Tokens past the end, and past what each row may see. Everything is derived again here: it happens once or twice a
+// request, and registers are scarce.
+__device__ __forceinline__ void mask_scores(const DenseDecodeParams& params, const PartPlan& plan, int req, int block,
+                                            float (&s)[32]) {
+  const int seqlen = load_fragment(params, plan, req).seqlen;
+  const int row = blockIdx.x * 64 + tile::fragment_row();
+  attention::mask_columns(s, block * attention::kKvBlock, min(visible_tokens(params, seqlen, row), seqlen),
+                          min(visible_tokens(params, seqlen, row + 8), seqlen));
+}
+
+// Registers are scarce here (Q takes 112 of 168): what the loop over blocks does not need every time is derived again.
+template <class Config>
+__device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, const PartPlan& plan,
+                                               typename Config::Storage& smem) {
+  const int first_row = blockIdx.x * Config::kRows;
+  tile::RingPosition<Config::kStages> k_ring;
+  uint32_t parity = 0;  // of the block count: rope_full, rope_empty, p_full and p_empty complete once a block
+  uint32_t q[Config::kQRegSteps][4];
+  float s[32];
+  for (int req = plan.begin_req; req <= plan.end_req; req++) {
+    attention::RowState state0, state1;
+    int block, end_block, unmasked_blocks;
+    {
+      const Fragment fragment = load_fragment(params, plan, req);
+      block = fragment.begin_block;
+      end_block = fragment.end_block;
+      unmasked_blocks = visible_tokens(params, fragment.seqlen, first_row) / Config::kBlock;
+    }
+    if (block < end_block) load_query<Config>(params, req, smem, q);
+    bool pending = false;
+    for (; block < end_block; block++) {
+      issue_scores<Config>(s, q, smem, k_ring.stage, k_ring.phase, parity);
+      if (Config::kDeferP) {
+        ptx::wgmma_wait_group<1>();
+        if (pending) arrive_once_per_warp(smem_addr(&smem.p_full));
+      }
+      ptx::wgmma_wait_group<0>();
+      if (Config::kTiles > 8) arrive_once_per_warp(smem_addr(&smem.rope_empty));
+      k_ring.advance();
+
+      if (block >= unmasked_blocks) mask_scores(params, plan, req, block, s);
+      float max0, max1;
+      attention::row_max(s, max0, max1);
+      const float rescale0 = state0.update(max0 * params.scale_log2);
+      const float rescale1 = state1.update(max1 * params.scale_log2);
+      attention::exponentiate(s, params.scale_log2, state0, state1);
+
+      tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
+      parity ^= 1;
+      store_probabilities<typename Config::Element>(s, smem_addr(smem.p));
+      if (block + 1 == end_block) {
+        state0.sum = tile::quad_sum(state0.sum);
+        state1.sum = tile::quad_sum(state1.sum);
+      }
+      if ((threadIdx.x & 3) == 0) {
+        const int row = tile::fragment_row();
+        smem.rescale[row] = rescale0;
+        smem.rescale[row + 8] = rescale1;
+        if (block + 1 == end_block) {
+          smem.inv_sum[row] = state0.sum == 0.0f ? 0.0f : 1.0f / state0.sum;
+          smem.inv_sum[row + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
+        }
+      }
+      pending = Config::kDeferP && block + 1 < end_block;
+      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full));
+    }
+    const int slot = load_fragment(params, plan, req).slot;
+    const int row = first_row + tile::fragment_row();
+    store_lse(params, slot, req, row, state0.max_log2 + ptx::lg2_approx_ftz(state0.sum));
+    store_lse(params, slot, req, row + 8, state1.max_log2 + ptx::lg2_approx_ftz(state1.sum));
+  }
+}
+
+// ---- output -----------------------------------------------------------------------------------------------------
+// What a warp of an output warpgroup loads: tile `warp` of its half of K, kStages blocks ahead. Warp 2 of half 1 also
+// loads the RoPE tile, two blocks ahead (P of a block is announced after Q K^T of the next), and waits for Q K^T of
+// the block before. The positions live in shared memory because the accumulators leave no registers for them.
+template <class Config, int half>
+struct Loader {
+  const DenseDecodeParams& params;
+  const PartPlan& plan;
+  typename Config::Storage& smem;
+
+  static constexpr bool kRope = half == 1 && Config::kTiles > 8;
+  __device__ __forceinline__ bool is_rope_warp() const { return kRope && tile::warp_in_group() == 2; }
+  __device__ __forceinline__ BlockPosition& next_half() const { return smem.next_half[half][tile::warp_in_group()]; }
+
+  __device__ __forceinline__ void begin() const {
+    if (ptx::elect_sync()) {
+      first_block(params, plan, next_half());
+      if (is_rope_warp()) smem.next_rope = next_half();
+      for (int stage = 0; stage < Config::kStages; stage++) load_half(stage, 1);
+      if (is_rope_warp()) {
+        load_rope(0);
+        load_rope(1);
+      }
+    }
+    __syncwarp();
+  }
+  // Into `stage`, once every warp has left it (parity of half_empty).
+  __device__ __forceinline__ void load_half(int stage, uint32_t empty_parity) const {
+    BlockPosition& next = next_half();
+    if (next.req > plan.end_req) return;
+    const PageToken at = locate(params, next.req, next.block * Config::kBlock);
+    const int warp = tile::warp_in_group();
+    tile::wait(smem_addr(&smem.half_empty[half][stage]), empty_parity);
+    load_tile(params, next, at, smem_addr(smem.k_half[half][stage][warp]),
+              smem_addr(&smem.half_full[half][stage][warp]), 4 * half + warp);
+    next_block(params, plan, next);
+  }
+  // The index-th RoPE tile of this CTA.
+  __device__ __forceinline__ void load_rope(uint32_t index) const {
+    BlockPosition& next = smem.next_rope;
+    if (next.req > plan.end_req) return;
+    const PageToken at = locate(params, next.req, next.block * Config::kBlock);
+    tile::wait(smem_addr(&smem.rope_empty), (index & 1) ^ 1);
+    load_tile(params, next, at, smem_addr(smem.k_rope[0]), smem_addr(&smem.rope_full), 8);
+    next_block(params, plan, next);
+  }
+};
+
+// Multiplies the accumulated rows by their factors, where any of the warp's rows has one.
+__device__ __forceinline__ void rescale_output(const float* rescale, float (&o)[2][64]) {
+  const float rescale0 = rescale[tile::fragment_row()], rescale1 = rescale[tile::fragment_row() + 8];
+  if (!__any_sync(0xffffffffu, rescale0 != 1.0f || rescale1 != 1.0f)) return;
+#pragma unroll
+  for (int i = 0; i < 64; i++) {
+    o[0][i] *= i & 2 ? rescale1 : rescale0;
+    o[1][i] *= i & 2 ? rescale1 : rescale0;
+  }
+}
+
+// In the last block of a request, tokens past its end may hold anything, and 0 x NaN is NaN: their rows of V become 0.
+__device__ __forceinline__ void zero_tail(const DenseDecodeParams& params, const PartPlan& plan, int req, int block,
+                                          uint32_t tiles, int half) {
+  const int tokens = load_fragment(params, plan, req).seqlen - block * attention::kKvBlock;
+  if (tokens >= attention::kKvBlock) return;
+  const int chunks = (attention::kKvBlock - tokens) * 8;  // of 16 bytes, per tile
+#pragma unroll 1
+  for (int i = threadIdx.x % 128; i < chunks; i += 128)
+#pragma unroll
+    for (int t = 0; t < 4; t++)
+      ptx::st_shared_v4(tiles + tile::kTileBytes * t + tokens * tile::kTileRowBytes + 16 * i, make_uint4(0, 0, 0, 0));
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kOutputBarrier + half, 128);
+}
+
+template <class Config, int kOffset>
+__device__ __forceinline__ void store_output_row(const DenseDecodeParams& params, const Fragment& fragment, int req,
+                                                 int half, int row, const float (&o)[2][64], float inv_sum) {
+  using Element = typename Config::Element;
+  const int rows = params.s_q * params.heads_per_kv;
+  if (fragment.slot >= 0) {
+    float* dst = params.o_partial +
+                 (((int64_t)fragment.slot * params.h_kv + blockIdx.y) * rows + row) * Config::kHeadDimV + 256 * half;
+    attention::store_row_f32<kOffset>(o, inv_sum, row < rows ? dst : nullptr);
+  } else {
+    const int token = row / params.heads_per_kv, head = blockIdx.y * params.heads_per_kv + row % params.heads_per_kv;
+    Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch +
+                   token * params.out_stride_token + head * params.out_stride_head + 256 * half;
+    attention::store_row_16bit<Element, kOffset>(o, inv_sum, row < rows ? dst : nullptr);
+  }
+}
+
+// O += P V for one step of 16 tokens.
+template <class Config>
+__device__ __forceinline__ void add_product(float (&o)[2][64], const uint32_t (&p)[4], uint32_t v_tiles, int step,
+                                            bool accumulate) {
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+    ptx::wgmma_m64n128k16_rs_mn<typename Config::Element>(
+        o[n], p,
+        tile::advance(tile::mn_major_desc(v_tiles), step * tile::kMnMajorStepBytes + n * 2 * tile::kTileBytes),
+        accumulate);
+}
+
+template <class Config, int half>
+__device__ __forceinline__ void compute_output(const DenseDecodeParams& params, const PartPlan& plan,
+                                               typename Config::Storage& smem) {
+  tile::RingPosition<Config::kStages> k_ring;
+  uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
+  float o[2][64];       // columns 0-127 and 128-255 of this half
+  const Loader<Config, half> loader{params, plan, smem};
+  loader.begin();
+  for (int req = plan.begin_req; req <= plan.end_req; req++) {
+    int block, end_block;
+    {
+      const Fragment fragment = load_fragment(params, plan, req);
+      block = fragment.begin_block;
+      end_block = fragment.end_block;
+    }
+    const bool empty = block == end_block;
+    for (bool first = true; block < end_block; block++, first = false) {
+      tile::wait(smem_addr(&smem.p_full), parity);
+      parity ^= 1;
+      // Registers hold three of the four steps of P; the fourth takes the place of the first once that is done with.
+      uint32_t p[3][4];
+#pragma unroll
+      for (int k = 0; k < 3; k++) ptx::ldmatrix_x4(fragment_addr(smem_addr(smem.p), k), p[k]);
+      if (!first) rescale_output(smem.rescale, o);
+
+      const uint32_t v_tiles = smem_addr(smem.k_half[half][k_ring.stage]);
+#pragma unroll
+      for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[half][k_ring.stage][t]), k_ring.phase);
+      if (block + 1 == end_block) zero_tail(params, plan, req, block, v_tiles, half);
+      ptx::wgmma_fence();
+      add_product<Config>(o, p[0], v_tiles, 0, !first);
+      ptx::wgmma_commit_group();
+      add_product<Config>(o, p[1], v_tiles, 1, true);
+      add_product<Config>(o, p[2], v_tiles, 2, true);
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<1>();
+      ptx::ldmatrix_x4(fragment_addr(smem_addr(smem.p), 3), p[0]);
+      // The last block's row factors are kept until inv_sum has been read.
+      if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
+      ptx::wgmma_fence();
+      add_product<Config>(o, p[0], v_tiles, 3, true);
+      ptx::wgmma_commit_group();
+      if (loader.is_rope_warp() && block + 1 < end_block) {
+        if (ptx::elect_sync()) loader.load_rope(parity ^ 1);
+        __syncwarp();
+      }
+      ptx::wgmma_wait_group<0>();
+      arrive_once_per_warp(smem_addr(&smem.half_empty[half][k_ring.stage]));
+      if (ptx::elect_sync()) loader.load_half(k_ring.stage, k_ring.phase);
+      __syncwarp();
+      k_ring.advance();
+    }
+    float inv_sum0 = 0.0f, inv_sum1 = 0.0f;
+    if (!empty) {
+      inv_sum0 = smem.inv_sum[tile::fragment_row()];
+      inv_sum1 = smem.inv_sum[tile::fragment_row() + 8];
+      arrive_once_per_warp(smem_addr(&smem.p_empty));
+    }
+    const Fragment fragment = load_fragment(params, plan, req);
+    const int row = blockIdx.x * Config::kRows + tile::fragment_row();
+    store_output_row<Config, 0>(params, fragment, req, half, row, o, inv_sum0);
+    store_output_row<Config, 2>(params, fragment, req, half, row + 8, o, inv_sum1);
+    // Not before: this waits for Q K^T of the next request.
+    if (loader.is_rope_warp() && !empty && ptx::elect_sync()) loader.load_rope(parity ^ 1);
+    __syncwarp();
+  }
+}
+
+// ---- entry ------------------------------------------------------------------------------------------------------
+template <class Config>
+__device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
+  for (int half = 0; half < 2; half++) {
+    for (int stage = 0; stage < Config::kStages; stage++) {
+      for (int t = 0; t < 4; t++) ptx::mbarrier_init(smem_addr(&smem.half_full[half][stage][t]), 1);
+      ptx::mbarrier_init(smem_addr(&smem.half_empty[half][stage]), 4);
+    }
+  }
+  ptx::mbarrier_init(smem_addr(&smem.rope_full), 1);
+  ptx::mbarrier_init(smem_addr(&smem.rope_empty), 4);
+  ptx::mbarrier_init(smem_addr(&smem.p_full), 4);
+  ptx::mbarrier_init(smem_addr(&smem.p_empty), 8);
+  ptx::fence_mbarrier_init();
+}
+
+template <class Config>
+__device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
+  using Storage = typename Config::Storage;
+  extern __shared__ __align__(1024) uint8_t dynamic_smem[];
+  Storage& smem = *reinterpret_cast<Storage*>(dynamic_smem);
+  FLASHMLA_ASSERT(smem_addr(dynamic_smem) % 1024 == 0);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&params.k_map);
+    init_barriers<Config>(smem);
+  }
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+
+  if (threadIdx.x == 0)
+    smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
+  __syncthreads();
+  const PartPlan& plan = smem.plan;  // read where needed: registers are scarce in every role
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (group == 0)
+    compute_scores<Config>(params, plan, smem);
+  else if (group == 1)
+    compute_output<Config, 0>(params, plan, smem);
+  else
+    compute_output<Config, 1>(params, plan, smem);
+}
+
+}  // namespace flashmla::dense_decode

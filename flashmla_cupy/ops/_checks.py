@@ -1,0 +1,255 @@
+"""Argument checks. Every error names the argument, what it got and what was expected, before anything is launched.
+
+Messages read "argument: got ..., expected ...". TypeError: a wrong type or dtype; ValueError: a wrong value or shape.
+The functions look at shapes, dtypes and strides only, so they serve NumPy and CuPy arrays alike and never synchronise.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flashmla_cupy.backends import describe
+from flashmla_cupy.errors import UnsupportedError
+
+HEAD_DIM_V = 512
+HEAD_DIMS_QK = (512, 576)
+PAGE_SIZES = (16, 32, 64, 128, 256)
+METADATA_WIDTH = 8  # int32 of one row of the tile-scheduler metadata
+Q_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """The sizes of one dense decode call, without its data."""
+
+    batch: int
+    s_q: int
+    h_q: int
+    h_kv: int
+    d_qk: int
+    dtype: str  # "bfloat16" | "float16"
+    pages: int  # pages of the pool; contiguous cache: batch
+    page_size: int  # tokens of a page; contiguous cache: s_k
+    table_width: int | None  # entries of a block-table row; None: contiguous cache
+    causal: bool
+    softmax_scale: float
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.h_q // self.h_kv
+
+    @property
+    def rows(self) -> int:
+        """Query rows that share one KV head."""
+        return self.s_q * self.heads_per_kv
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens that the block table (or the contiguous cache) can hold."""
+        return min(self.page_size * (1 if self.table_width is None else self.table_width), _INT32_MAX)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.s_q, self.h_q, HEAD_DIM_V
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return self.batch, self.h_q, self.s_q
+
+    @property
+    def nothing_to_attend(self) -> bool:
+        return self.max_seqlen == 0 or self.pages == 0
+
+
+def check_int(name: str, value: Any, minimum: int) -> int:
+    """`value` as an int of at least `minimum`."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: got {describe(value)}, expected an int") from None
+    if not minimum <= number <= _INT32_MAX:
+        raise ValueError(f"{name}: got {number}, expected a value from {minimum} to {_INT32_MAX}")
+    return number
+
+
+def check_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: got {describe(value)}, expected a bool")
+    return bool(value)
+
+
+def check_scale(name: str, value: Any, d_qk: int) -> float:
+    """`value` as a float, d_qk ** -0.5 for None."""
+    if value is None:
+        return d_qk**-0.5
+    if isinstance(value, (bool, np.bool_, str, bytes)) or getattr(value, "shape", ()) != ():
+        raise TypeError(f"{name}: got {describe(value)}, expected a float")
+    if hasattr(value, "shape") and not isinstance(value, (np.generic, np.ndarray)):
+        raise TypeError(f"{name}: got {describe(value)}, expected a float on the host")  # float() would synchronise
+    try:
+        scale = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: got {describe(value)}, expected a float") from None
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{name}: got {scale}, expected a positive finite number")
+    return scale
+
+
+def check_shape(name: str, x: Any, expected: tuple[int, ...], meaning: str) -> None:
+    if tuple(x.shape) != expected:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {expected} {meaning}")
+
+
+def check_ndim(name: str, x: Any, ndim: int, meaning: str) -> None:
+    if len(x.shape) != ndim:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {ndim} axes {meaning}")
+
+
+def check_dtype(name: str, x: Any, expected: np.dtype) -> None:
+    if x.dtype != expected:
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected {expected}")
+
+
+def check_q_dtype(name: str, x: Any) -> str:
+    """The name of a 16-bit float type."""
+    if x.dtype not in Q_DTYPES.values():
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected bfloat16 (ml_dtypes) or float16")
+    return x.dtype.name
+
+
+def check_writable(name: str, x: Any) -> None:
+    """An output array: no element twice, not read-only, elements on their natural boundaries."""
+    if isinstance(x, np.ndarray) and not x.flags.writeable:
+        raise ValueError(f"{name}: got a read-only array, expected a writable one")
+    extent = x.dtype.itemsize
+    axes = [(abs(stride), length) for stride, length in zip(x.strides, x.shape, strict=True) if length > 1]
+    for stride, length in sorted(axes):
+        if stride < extent:
+            raise ValueError(f"{name}: got strides {x.strides} whose elements overlap, expected separate elements")
+        extent = stride * (length - 1) + extent
+
+
+def refuse_sparse(is_fp8_kvcache: bool, **sparse: Any) -> None:
+    """Arguments of the sparse and FP8 decode, which the dense one does not take."""
+    given = [name for name, value in sparse.items() if value is not None]
+    if check_bool("is_fp8_kvcache", is_fp8_kvcache):
+        given.insert(0, "is_fp8_kvcache")
+    if given:
+        raise UnsupportedError(
+            f"{', '.join(given)}: not supported by flash_mla_with_kvcache yet",
+            ["sparse decode and FP8 caches have no kernel in this version"],
+            "leave these arguments out and pass a dense bfloat16 or float16 cache")
+
+
+def check_decode(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, metadata: Any,
+                 num_splits: Any, causal: Any, softmax_scale: Any, out: Any, lse: Any) -> DecodeProblem:
+    """The problem that arrays of one backend describe, or TypeError / ValueError. See flash_mla_with_kvcache."""
+    if check_int("head_dim_v", head_dim_v, 0) != HEAD_DIM_V:
+        raise ValueError(f"head_dim_v: got {head_dim_v}, expected {HEAD_DIM_V}")
+    causal = check_bool("causal", causal)
+    dtype = check_q_dtype("q", q)
+    check_ndim("q", q, 4, "(batch, s_q, h_q, d_qk)")
+    check_ndim("k_cache", k_cache, 4, "(batch, s_k, h_kv, d_qk)" if block_table is None
+               else "(pages, page_size, h_kv, d_qk)")
+    check_dtype("k_cache", k_cache, q.dtype)
+    batch, s_q, h_q, d_qk = map(int, q.shape)
+    pages, page_size, h_kv, _ = map(int, k_cache.shape)
+    if d_qk not in HEAD_DIMS_QK:
+        raise ValueError(f"q: got head dimension {d_qk}, expected {' or '.join(map(str, HEAD_DIMS_QK))}")
+    if int(k_cache.shape[3]) != d_qk:
+        raise ValueError(f"k_cache: got head dimension {k_cache.shape[3]}, expected {d_qk} as in q")
+    if h_kv < 1:
+        raise ValueError("k_cache: got 0 heads, expected at least 1")
+    if h_q < 1 or h_q % h_kv:
+        raise ValueError(f"q: got {h_q} heads, expected a positive multiple of k_cache's {h_kv}")
+    softmax_scale = check_scale("softmax_scale", softmax_scale, d_qk)
+
+    table_width = None
+    if block_table is not None:
+        check_ndim("block_table", block_table, 2, "(batch, pages of the longest request)")
+        if int(block_table.shape[0]) != batch:
+            raise ValueError(f"block_table: got {block_table.shape[0]} rows, expected {batch}, the batch of q")
+        if page_size not in PAGE_SIZES:
+            raise ValueError(f"k_cache: got page size {page_size}, expected one of {', '.join(map(str, PAGE_SIZES))}")
+        table_width = int(block_table.shape[1])
+    elif pages != batch:
+        raise ValueError(f"k_cache: got batch {pages} with block_table=None, expected {batch}, the batch of q")
+    if cache_seqlens is None:
+        raise TypeError("cache_seqlens: got None, expected int32 lengths of shape (batch,)")
+    check_shape("cache_seqlens", cache_seqlens, (batch,), "(batch,)")
+
+    if (metadata is None) != (num_splits is None):
+        missing, given = ("num_splits", "tile_scheduler_metadata")[::1 if num_splits is None else -1]
+        raise TypeError(f"{missing}: got None, expected the array that get_mla_metadata returned with {given}")
+    if metadata is not None:
+        check_ndim("tile_scheduler_metadata", metadata, 2, f"(num_sm_parts, {METADATA_WIDTH})")
+        parts, width = map(int, metadata.shape)
+        if width != METADATA_WIDTH or not 1 <= parts <= 65535:
+            raise ValueError(f"tile_scheduler_metadata: got shape {(parts, width)}, expected (num_sm_parts, "
+                             f"{METADATA_WIDTH}) as get_mla_metadata returns it")
+        check_shape("num_splits", num_splits, (batch + 1,), "(batch + 1,)")
+    problem = DecodeProblem(batch, s_q, h_q, h_kv, d_qk, dtype, pages, page_size, table_width, causal, softmax_scale)
+    if out is not None:
+        check_shape("out", out, problem.out_shape, "(batch, s_q, h_q, head_dim_v)")
+        check_dtype("out", out, q.dtype)
+        check_writable("out", out)
+    if lse is not None:
+        check_shape("lse", lse, problem.lse_shape, "(batch, h_q, s_q)")
+        check_dtype("lse", lse, np.dtype(np.float32))
+        check_writable("lse", lse)
+    return problem
+
+
+# ---- device arrays only ----
+def check_same_device(device_id: int, **arrays: Any) -> None:
+    for name, x in arrays.items():
+        if x is not None and not isinstance(x, np.ndarray) and x.data.device_id != device_id:
+            raise ValueError(f"{name}: got an array on device {x.data.device_id}, expected device {device_id} as q")
+
+
+def check_element_alignment(**arrays: Any) -> None:
+    """Every element on its natural boundary: a byte-shifted view of a buffer would fault on the device."""
+    for name, x in arrays.items():
+        if x is None or isinstance(x, np.ndarray) or x.size == 0:
+            continue
+        size = x.dtype.itemsize
+        strides = [stride for stride, length in zip(x.strides, x.shape, strict=True) if length > 1]
+        if x.data.ptr % size or any(stride % size for stride in strides):
+            raise ValueError(f"{name}: got address {x.data.ptr:#x} and strides {x.strides} bytes, expected multiples "
+                             f"of the {size}-byte element")
+
+
+def check_cache_layout(k_cache: Any) -> None:
+    """What the tensor map of the cache needs. The cache is never copied silently."""
+    token, head, page = k_cache.strides[1], k_cache.strides[2], k_cache.strides[0]
+    if k_cache.strides[3] != k_cache.dtype.itemsize:
+        raise ValueError(f"k_cache: got stride {k_cache.strides[3]} bytes along the last axis, expected it contiguous")
+    if k_cache.data.ptr % 16:
+        raise ValueError(f"k_cache: got address {k_cache.data.ptr:#x}, expected a multiple of 16 bytes (TMA)")
+    for axis, stride, length in (("page", page, k_cache.shape[0]), ("token", token, k_cache.shape[1]),
+                                 ("head", head, k_cache.shape[2])):
+        if length > 1 and (stride % 16 or not 0 < stride < 1 << 40):
+            raise ValueError(f"k_cache: got a {axis} stride of {stride} bytes, expected a positive multiple of 16 "
+                             "(TMA)")
+
+
+def check_workspace(workspace: Any, needed_bytes: int) -> None:
+    check_ndim("workspace", workspace, 1, "(elements,)")
+    if workspace.dtype not in (np.dtype(np.uint8), np.dtype(np.float32)):
+        raise TypeError(f"workspace: got dtype {workspace.dtype}, expected uint8 or float32")
+    if workspace.strides[0] != workspace.dtype.itemsize:
+        raise ValueError(f"workspace: got stride {workspace.strides[0]} bytes, expected a contiguous array")
+    if workspace.nbytes < needed_bytes:
+        raise ValueError(f"workspace: got {workspace.nbytes} bytes, expected at least {needed_bytes} "
+                         "(mla_workspace_bytes tells)")
+    if needed_bytes and workspace.data.ptr % 16:
+        raise ValueError(f"workspace: got address {workspace.data.ptr:#x}, expected a multiple of 16 bytes")

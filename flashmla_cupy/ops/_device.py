@@ -1,0 +1,120 @@
+"""The GPU side that all operations share: where to run, where temporary memory comes from, parameter bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+
+from flashmla_cupy.runtime import compile as kernel_compile
+from flashmla_cupy.runtime import device, params
+from flashmla_cupy.runtime.launch import Kernel
+
+from . import _select
+
+current_device = cupy.cuda.runtime.getDevice
+
+
+def current_stream_ptr() -> int:
+    """CuPy's current stream on the current device."""
+    return cupy.cuda.get_current_stream().ptr
+
+
+def on_device(device_id: int) -> contextlib.AbstractContextManager:
+    """Makes `device_id` the current device for a while."""
+    return cupy.cuda.Device(device_id)
+
+
+def info(device_id: int) -> device.DeviceInfo:
+    return device.info(device_id)
+
+
+def get_kernel(problem: _select.Problem, device_id: int) -> Kernel:
+    """The kernel for `problem` on the current device, which is `device_id`. Raises UnsupportedError, CaptureError."""
+    return kernel_compile.get_kernel(_select.select(problem, info(device_id)))
+
+
+class _ThreadState(threading.local):
+    graphs_own_memory = False  # CuPy's allocator already gives captured graphs memory of their own
+
+
+_state = _ThreadState()
+
+
+def scratch(nbytes: int, stream_ptr: int) -> cupy.cuda.MemoryPointer:
+    """Memory that lives until the launches enqueued by the caller have run, even if the caller drops it at once.
+
+    Memory of CuPy's pool is recycled in stream order. A captured graph runs later, when the pool may have given the
+    memory away; so during a capture it becomes allocation nodes, which the graph owns.
+    """
+    if not _state.graphs_own_memory and device.is_capturing(stream_ptr):
+        return cupy.cuda.malloc_async(nbytes)
+    return cupy.cuda.alloc(nbytes)
+
+
+@contextlib.contextmanager
+def temporaries(stream_ptr: int):
+    """Within, CuPy arrays that only live until the end of the call may be made; see `scratch`."""
+    if not _state.graphs_own_memory and device.is_capturing(stream_ptr):
+        with cupy.cuda.using_allocator(cupy.cuda.malloc_async):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def memory_from(allocator: Callable[[int], cupy.cuda.MemoryPointer]):
+    """Within, all memory comes from `allocator`, which must know about graph captures itself (torch's does)."""
+    before, _state.graphs_own_memory = _state.graphs_own_memory, True
+    try:
+        with cupy.cuda.using_allocator(allocator):
+            yield
+    finally:
+        _state.graphs_own_memory = before
+
+
+def upload(name: str, x: np.ndarray, stream_ptr: int) -> cupy.ndarray:
+    """A small host array on the current device, copied in stream order without waiting.
+
+    Raises ValueError during a capture: a graph would replay the values of now.
+    """
+    if device.is_capturing(stream_ptr):
+        raise ValueError(f"{name}: got a host array while its stream is captured into a CUDA graph, expected a device "
+                         "array (a graph would replay today's values)")
+    return cupy.asarray(np.ascontiguousarray(x))  # CuPy stages through pinned memory that it recycles by event
+
+
+def contiguous(x: cupy.ndarray, dtype: Any = None) -> cupy.ndarray:
+    """A new C-contiguous copy, at a multiple of 16 bytes."""
+    return cupy.array(x, dtype=dtype, order="C")
+
+
+def assign(target: cupy.ndarray, source: Any) -> None:
+    """Writes `source` (an array or a number) into `target`, whatever its strides, and nowhere else."""
+    target[...] = source
+
+
+class ParamTemplate:
+    """The bytes of a parameter struct with everything but its pointers filled in."""
+
+    def __init__(self, struct_name: str, **fields: Any) -> None:
+        dtype = params.STRUCTS[struct_name]
+        record = params.new(struct_name)
+        for name, value in fields.items():
+            record[name] = value
+        self.pointers = [name for name in dtype.names if dtype[name] == np.uint64]
+        first = dtype.fields[self.pointers[0]][1]
+        end = dtype.fields[self.pointers[-1]][1] + 8
+        assert end - first == 8 * len(self.pointers), f"{struct_name}: pointers are not consecutive"
+        data = record.tobytes()
+        self.head, self._tail = data[:first], data[end:]
+        self._pack = struct.Struct(f"<{len(self.pointers)}Q").pack
+
+    def fill(self, *pointers: int, head: bytes | None = None) -> bytes:
+        """The struct with its pointers in order of declaration; `head`: the bytes before them (a tensor map)."""
+        return (self.head if head is None else head) + self._pack(*pointers) + self._tail

@@ -1,0 +1,98 @@
+"""Kernel selection: a pure function of the problem and the device, that refuses with reasons and a way out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashmla_cupy.errors import UnsupportedError
+from flashmla_cupy.ops._checks import HEAD_DIM_V, HEAD_DIMS_QK
+from flashmla_cupy.runtime.device import DeviceInfo
+from flashmla_cupy.runtime.spec import KernelSpec
+
+_CPP_TYPES = {"bfloat16": ("bf16_t", "bf16"), "float16": ("fp16_t", "fp16"), "float32": ("float", "fp32")}
+_NUMPY_WAY_OUT = "pass NumPy arrays to run on the CPU"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides which kernel runs. dtype: of q (dense_decode) or of out (combine)."""
+
+    op: str  # "dense_decode" | "combine" | "sched_meta"
+    dtype: str = ""
+    d_qk: int = 0
+    d_v: int = 0
+
+
+def select(problem: Problem, device: DeviceInfo) -> KernelSpec:
+    """The kernel for `problem` on `device`, compiled for that device's architecture.
+
+    Raises UnsupportedError that lists every reason, not just the first.
+    """
+    try:
+        candidates, reasons = _CHOICES[problem.op]
+    except KeyError:
+        raise ValueError(f"op: got {problem.op!r}, expected one of {', '.join(_CHOICES)}") from None
+    why_not = reasons(problem, device)
+    if why_not:
+        raise UnsupportedError(f"{problem.op}: no kernel for this call on {device.name}", why_not, _NUMPY_WAY_OUT)
+    return replace(candidates[problem.dtype, problem.d_qk], arch=device.arch)
+
+
+def all_specs() -> tuple[KernelSpec, ...]:
+    """Every kernel variant, in a fixed order.
+
+    Only what costs time as a run-time argument is compiled in: the element type and the head dimension of q and k.
+    """
+    return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values())
+
+
+_DENSE_DECODE = {
+    (dtype, d_qk): KernelSpec("dense_decode", "sm90", (_CPP_TYPES[dtype][0], str(d_qk)),
+                              (_CPP_TYPES[dtype][1], f"d{d_qk}"), "DenseDecodeParams")
+    for dtype in ("bfloat16", "float16") for d_qk in sorted(HEAD_DIMS_QK, reverse=True)
+}
+_COMBINE = {
+    (dtype, 0): KernelSpec("combine", "sm80", (_CPP_TYPES[dtype][0],), (_CPP_TYPES[dtype][1],), "CombineParams")
+    for dtype in ("bfloat16", "float16", "float32")
+}
+_SCHED_META = {("", 0): KernelSpec("sched_meta", "sm80", (), (), "SchedMetaParams")}
+
+
+def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
+    got = device.compute_capability
+    if got[0] == lowest[0] if only_major else got >= lowest:
+        return []
+    wanted = f"{lowest[0]}.x (wgmma)" if only_major else f"{lowest[0]}.{lowest[1]} or higher"
+    return [f"compute capability: got {got[0]}.{got[1]}, expected {wanted}"]
+
+
+def _dense_decode_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
+    reasons = _capability_reasons(device, (9, 0), only_major=True)
+    dtypes = sorted({dtype for dtype, _ in _DENSE_DECODE})
+    if problem.dtype not in dtypes:
+        reasons.append(f"dtype: got {problem.dtype}, expected {' or '.join(dtypes)}")
+    if problem.d_qk not in HEAD_DIMS_QK:
+        reasons.append(f"d_qk: got {problem.d_qk}, expected {' or '.join(map(str, HEAD_DIMS_QK))}")
+    if problem.d_v != HEAD_DIM_V:
+        reasons.append(f"d_v: got {problem.d_v}, expected {HEAD_DIM_V}")
+    return reasons
+
+
+def _combine_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
+    reasons = _capability_reasons(device, (8, 0), only_major=False)
+    if (problem.dtype, 0) not in _COMBINE:
+        reasons.append(f"dtype: got {problem.dtype}, expected {' or '.join(dtype for dtype, _ in _COMBINE)}")
+    if problem.d_v % 4 or problem.d_v < 4:
+        reasons.append(f"d_v: got {problem.d_v}, expected a multiple of 4")
+    return reasons
+
+
+def _sched_meta_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
+    return _capability_reasons(device, (8, 0), only_major=False)
+
+
+_CHOICES = {
+    "dense_decode": (_DENSE_DECODE, _dense_decode_reasons),
+    "combine": (_COMBINE, _combine_reasons),
+    "sched_meta": (_SCHED_META, _sched_meta_reasons),
+}

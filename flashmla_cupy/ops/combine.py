@@ -1,0 +1,164 @@
+"""Merging partial attention results by their log-sum-exps."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import cupy
+import numpy as np
+
+from flashmla_cupy import backends
+
+from . import _checks, _device
+from ._select import Problem
+
+_DTYPES = {"bfloat16": _checks.Q_DTYPES["bfloat16"], "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+
+
+def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
+    """One attention result from n results over disjoint parts of the keys, by their natural-log log-sum-exps.
+
+    out = sum_i exp(lse_i - lse) out_i and lse = log sum_i exp(lse_i). A partial result of lse -inf has no weight,
+    whatever it holds; if all are -inf, the merged row is zeros and -inf.
+
+    Args:
+        outs: n >= 1 partial results, as an array (n, ..., d_v) or a sequence of arrays (..., d_v); float32, bfloat16
+            or float16, d_v a multiple of 4.
+        lses: their log-sum-exps float32, as an array (n, ...) or a sequence. For results of four axes
+            (batch, s_q, h_q, d_v) each is (batch, h_q, s_q), as flash_mla_with_kvcache returns it; for any other
+            number of axes it has the shape of the result without d_v.
+
+    Returns:
+        out (..., d_v) of the type of outs and lse float32 in the layout of one lses. CuPy arrays on the device of outs
+        and CuPy's current stream there, NumPy arrays for NumPy arrays.
+
+    Raises:
+        TypeError, ValueError: a wrong argument. UnsupportedError: no kernel for the device.
+    """
+    on_host = _is_on_host(outs)
+    outs, lses = _parts("outs", outs, 2, on_host), _parts("lses", lses, 1, on_host)
+    shape, dtype, by_head = _check(outs, lses)
+    if on_host:
+        return _merge_on_host(outs, lses, dtype, by_head)
+    device_id = outs[0].data.device_id
+    for name, group in (("outs", outs), ("lses", lses)):
+        for x in group:
+            _checks.check_same_device(device_id, **{name: x})
+            _checks.check_element_alignment(**{name: x})
+    with _device.on_device(device_id):
+        return _merge_on_device(outs, lses, shape, dtype, by_head, device_id)
+
+
+def _is_on_host(outs: Any) -> bool:
+    if isinstance(outs, (list, tuple)):
+        if len(outs) == 0:
+            raise ValueError("outs: got no partial results, expected at least 1")
+        outs = outs[0]
+    return backends.backend_of("outs", outs) == "numpy"
+
+
+def _parts(name: str, x: Any, min_ndim: int, on_host: bool) -> Any:
+    """A list of arrays, or one stacked array, of the NumPy or the CuPy backend."""
+    convert = backends.as_host if on_host else backends.as_device
+    if isinstance(x, (list, tuple)):
+        x = [convert(name, part) for part in x]
+    else:
+        x = convert(name, x)
+        if x.ndim < min_ndim:
+            raise ValueError(f"{name}: got shape {x.shape}, expected at least {min_ndim} axes, the results first")
+    if len(x) == 0:
+        raise ValueError(f"{name}: got no partial results, expected at least 1")
+    return x
+
+
+def _check(outs: Any, lses: Any) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Shape (..., d_v) and dtype of one partial result, and whether its lse is (batch, h_q, s_q)."""
+    if len(outs) != len(lses):
+        raise ValueError(f"lses: got {len(lses)} log-sum-exps, expected {len(outs)}, one for each of outs")
+    shape, dtype = tuple(map(int, outs[0].shape)), outs[0].dtype
+    if dtype not in _DTYPES.values():
+        raise TypeError(f"outs: got dtype {dtype}, expected {', '.join(_DTYPES)}")
+    if not shape or shape[-1] < 4 or shape[-1] % 4:
+        raise ValueError(f"outs: got partial results of shape {shape}, expected a last axis of a multiple of 4")
+    by_head = len(shape) == 4
+    lse_shape = (shape[0], shape[2], shape[1]) if by_head else shape[:-1]
+    for out, lse in zip(outs, lses, strict=True):
+        _checks.check_shape("outs", out, shape, "like the first")
+        _checks.check_dtype("outs", out, dtype)
+        _checks.check_shape("lses", lse, lse_shape, "(batch, h_q, s_q)" if by_head else "as outs without its last axis")
+        _checks.check_dtype("lses", lse, np.dtype(np.float32))
+    return shape, dtype, by_head
+
+
+def _swap_heads(lse: Any) -> Any:
+    """(..., h_q, s_q) <-> (..., s_q, h_q)."""
+    return lse.swapaxes(-1, -2)
+
+
+def _merge_on_host(outs: Any, lses: Any, dtype: np.dtype, by_head: bool) -> tuple[np.ndarray, np.ndarray]:
+    from flashmla_cupy.reference import combine as reference
+
+    outs, lses = np.stack([x.astype(np.float64) for x in outs]), np.stack([x.astype(np.float64) for x in lses])
+    out, lse = reference.merge(outs, _swap_heads(lses) if by_head else lses, xp=np)
+    lse = _swap_heads(lse) if by_head else lse
+    return out.astype(dtype), np.ascontiguousarray(lse, np.float32)
+
+
+def _merge_on_device(outs, lses, shape, dtype, by_head, device_id) -> tuple[cupy.ndarray, cupy.ndarray]:
+    n, d_v, rows = len(outs), shape[-1], math.prod(shape[:-1])
+    out = cupy.empty(shape, dtype)
+    lse = cupy.empty(lses[0].shape, np.float32)
+    if out.size == 0:
+        return out, lse
+    stream_ptr = _device.current_stream_ptr()
+    kernel = _device.get_kernel(Problem("combine", dtype.name, d_v=d_v), device_id)
+    with _device.temporaries(stream_ptr):
+        _launch(kernel, outs, lses, out, lse, n, rows, d_v, by_head, stream_ptr)
+    return out, lse
+
+
+def _launch(kernel, outs, lses, out, lse, n, rows, d_v, by_head, stream_ptr) -> None:
+    """Temporaries (the stacked float32 partial results) are gone when this returns."""
+    outs = _stacked(outs)
+    # The kernel merges rows in the order of out; with one query or one head the two orders of lse are the same.
+    reorder = by_head and 1 not in lse.shape[1:]
+    lses = _stacked(lses, swap_heads=reorder)
+    lse_rows = cupy.empty(rows, np.float32) if reorder else lse
+    warps = warps_per_row(n)
+    params = _template(n, rows, d_v, warps).fill(outs.data.ptr, lses.data.ptr, out.data.ptr, lse_rows.data.ptr, 0, 0, 0)
+    kernel.launch(grid(rows, 1, 1, warps), params, pdl=True, stream_ptr=stream_ptr)
+    if reorder:
+        batch, h_q, s_q = lse.shape
+        _device.assign(lse, _swap_heads(lse_rows.reshape(batch, s_q, h_q)))
+
+
+def warps_per_row(partials: float) -> int:
+    """Warps that share the partial results of one row, of which `partials` are expected."""
+    return 1 if partials <= 4 else 2 if partials <= 8 else 4 if partials <= 16 else 8
+
+
+def grid(rows: int, split_requests: int, h_kv: int, warps: int) -> tuple[int, int, int]:
+    """Blocks of eight warps, `warps` of which share a row, for at most `split_requests` requests; direct mode: one."""
+    return -(-rows // (8 // warps)), split_requests, h_kv
+
+
+def _stacked(parts: Any, swap_heads: bool = False) -> cupy.ndarray:
+    """(n, ...) float32, C-contiguous and 16-byte aligned; the given array itself when it is that."""
+    whole = not isinstance(parts, list) and not swap_heads
+    if whole and parts.dtype == np.float32 and parts.flags.c_contiguous and parts.data.ptr % 16 == 0:
+        return parts
+    first = _swap_heads(parts[0]) if swap_heads else parts[0]
+    stacked = cupy.empty((len(parts), *first.shape), np.float32)
+    for target, part in zip(stacked, parts, strict=True):
+        _device.assign(target, _swap_heads(part) if swap_heads else part)
+    return stacked
+
+
+@functools.lru_cache(maxsize=256)
+def _template(n: int, rows: int, d_v: int, warps: int) -> _device.ParamTemplate:
+    """Direct mode: rows as the query tokens of one request with one head."""
+    return _device.ParamTemplate(
+        "CombineParams", out_stride_token=d_v, lse_stride_token=1, batch=1, s_q=rows, heads_per_kv=1, h_kv=1,
+        num_sm_parts=1, n_direct=n, d_v=d_v, warps_per_row=warps, lse_in_scale=math.log2(math.e))

@@ -1,0 +1,378 @@
+"""Paged (or contiguous) MLA decode over a 16-bit KV cache: check -> select -> plan -> launch.
+
+A call whose arrays can be used as they are is planned once per (shapes, strides, types, alignment, devices): the plan
+holds kernels, grids and parameter bytes, and the next such call only fills in pointers. Other arrays (lengths as
+int64 or on the host, an unaligned q or out, another library's arrays) are staged first, on every call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cupy
+import numpy as np
+
+from flashmla_cupy import backends
+from flashmla_cupy.runtime import tensor_map
+from flashmla_cupy.runtime.device import gpu_available
+
+from . import _checks, _device, combine, sched_meta
+from ._checks import HEAD_DIM_V, DecodeProblem
+from ._select import Problem
+
+_PLANS: dict[tuple, _Plan] = {}
+_MAX_PLANS = 1024
+_MAX_MAPS_PER_PLAN = 512  # caches (layers) that share a plan
+_ARRAYS = ("q", "k_cache", "block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits", "out", "lse",
+           "workspace")
+_INTEGERS, _OPTIONAL = _ARRAYS[2:6], _ARRAYS[2:]  # the checks say which of the optional ones must be there
+
+
+def flash_mla_with_kvcache(
+    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: int, tile_scheduler_metadata: Any = None,
+    num_splits: Any = None, causal: bool = False, is_fp8_kvcache: bool = False, indices: Any = None, *,
+    softmax_scale: float | None = None, attn_sink: Any = None, topk_length: Any = None, extra_k_cache: Any = None,
+    extra_indices: Any = None, extra_topk_length: Any = None, out: Any = None, lse: Any = None, workspace: Any = None,
+) -> tuple[Any, Any]:
+    """Attention of a few new query tokens over a latent KV cache: out = softmax(scale Q K^T) V, V = K[..., :512].
+
+    CuPy arrays run on q's device and CuPy's current stream there; nothing waits for the GPU, and the call can be
+    captured into a CUDA graph after one call outside. Arrays of other libraries on a GPU are used in place (DLPack or
+    __cuda_array_interface__) and the results are CuPy arrays. NumPy arrays run on the CPU and give NumPy arrays.
+
+    Args:
+        q: (batch, s_q, h_q, d_qk) bfloat16 (ml_dtypes) or float16, d_qk 576 or 512. Any strides.
+        k_cache: (pages, page_size, h_kv, d_qk) of q's type, page_size 16, 32, 64, 128 or 256, h_kv dividing h_q. With
+            block_table None: (batch, s_k, h_kv, d_qk). Never copied: the address and all strides are multiples of 16
+            bytes, the last axis is contiguous.
+        block_table: (batch, width) integers, the page of each page_size tokens of a request; None: contiguous cache.
+        cache_seqlens: (batch,) integers, tokens of each request; lengths beyond the cache are clipped.
+        head_dim_v: 512.
+        tile_scheduler_metadata, num_splits: what get_mla_metadata returned, or None for both to plan inside the call.
+            Metadata of other lengths give the same results, only less evenly spread work.
+        causal: query i of s_q sees the first cache_seqlens - s_q + i + 1 tokens.
+        softmax_scale: None is d_qk ** -0.5.
+        out, lse: arrays to write the results into, of any strides (out: last axis contiguous).
+        workspace: one-dimensional contiguous uint8 or float32 memory of mla_workspace_bytes; None takes it from CuPy's
+            pool (in a captured graph, from memory that the graph owns).
+        is_fp8_kvcache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length: of the sparse
+            and FP8 decode, not supported yet.
+
+    Returns:
+        out (batch, s_q, h_q, 512) of q's type, and lse (batch, h_q, s_q) float32: the natural log-sum-exp of the scaled
+        scores. A query that sees no token gives zeros and -inf.
+
+    Raises:
+        TypeError, ValueError: "argument: got ..., expected ...", before anything is launched. UnsupportedError: no
+        kernel for the device or the arguments. CaptureError: the first call of its kind inside a graph capture.
+    """
+    if (indices is not None or is_fp8_kvcache is not False or attn_sink is not None or topk_length is not None
+            or extra_k_cache is not None or extra_indices is not None or extra_topk_length is not None):
+        _checks.refuse_sparse(is_fp8_kvcache, indices=indices, attn_sink=attn_sink, topk_length=topk_length,
+                              extra_k_cache=extra_k_cache, extra_indices=extra_indices,
+                              extra_topk_length=extra_topk_length)
+    if causal is not True and causal is not False:  # 1.0 == True, so the plan's key alone would let it pass
+        causal = _checks.check_bool("causal", causal)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = _checks.check_scale("softmax_scale", softmax_scale, 0)
+    if type(head_dim_v) is not int:
+        head_dim_v = _checks.check_int("head_dim_v", head_dim_v, 0)
+    options = (head_dim_v, causal, softmax_scale)
+    if type(q) is not cupy.ndarray:
+        if backends.backend_of("q", q) == "numpy":
+            return _on_host(q, k_cache, block_table, cache_seqlens, options, tile_scheduler_metadata, num_splits, out,
+                            lse, workspace)
+        q = backends.as_device("q", q)
+
+    arrays = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits, out, lse, workspace)
+    plan = _PLANS.get((options, *map(_signature, arrays)))
+    device_id = q.data.device_id
+    if device_id == _device.current_device():
+        return _stage(options, arrays) if plan is None else plan.run(*arrays)
+    with _device.on_device(device_id):
+        return _stage(options, arrays) if plan is None else plan.run(*arrays)
+
+
+def mla_workspace_bytes(batch: int, s_q: int, h_q: int, h_kv: int = 1, num_sm_parts: int | None = None) -> int:
+    """Bytes that `workspace` of flash_mla_with_kvcache needs, with or without metadata given.
+
+    num_sm_parts: rows of the metadata; None: as get_mla_metadata chooses it on CuPy's current device.
+    """
+    batch, s_q = _checks.check_int("batch", batch, 0), _checks.check_int("s_q", s_q, 0)
+    h_q, h_kv = _checks.check_int("h_q", h_q, 1), _checks.check_int("h_kv", h_kv, 1)
+    if num_sm_parts is None:
+        sm_count = _device.info(_device.current_device()).sm_count if gpu_available() else sched_meta.NOMINAL_SM_COUNT
+        num_sm_parts = sched_meta.num_sm_parts(sm_count, h_kv, s_q * h_q // h_kv)
+    parts = _checks.check_int("num_sm_parts", num_sm_parts, 1)
+    partial_bytes = _partial_bytes(parts, s_q * h_q)[1] if parts > 1 else 0
+    return partial_bytes + sched_meta.plan_bytes(batch, parts)
+
+
+def clear_plans() -> None:
+    """Forget planned calls, so that the next ones take their kernels anew (after an edit of cuda_src)."""
+    _PLANS.clear()
+
+
+def _signature(x: Any) -> Any:
+    """What a plan depends on of one argument; equal for two arrays that one plan can serve."""
+    if x is None:
+        return None
+    if type(x) is not cupy.ndarray:
+        return type(x)  # never planned: such arrays are staged
+    memory = x.data
+    return x.shape, x.strides, x.dtype, memory.device_id, memory.ptr & 15
+
+
+def _partial_bytes(parts: int, query_heads: int) -> tuple[int, int]:
+    """Bytes of o_partial, and of o_partial with lse_partial behind it. query_heads: s_q * h_q."""
+    o_bytes = 2 * parts * query_heads * HEAD_DIM_V * 4
+    return o_bytes, -(-(o_bytes + 2 * parts * query_heads * 4) // 16) * 16
+
+
+# ---- NumPy backend ----
+def _on_host(q, k_cache, block_table, cache_seqlens, options, metadata, num_splits, out, lse, workspace):
+    from flashmla_cupy.reference import dense_decode as reference
+
+    q, k_cache = backends.as_host("q", q), backends.as_host("k_cache", k_cache)
+    block_table, cache_seqlens, metadata, num_splits = (
+        None if x is None else backends.as_host(name, backends.as_integers(name, x))
+        for name, x in zip(_INTEGERS, (block_table, cache_seqlens, metadata, num_splits), strict=True))
+    for name, x in zip(_ARRAYS[6:], (out, lse, workspace), strict=True):
+        if x is not None and not isinstance(x, np.ndarray):
+            raise TypeError(f"{name}: got {backends.describe(x)}, expected a NumPy array, as q is on the host")
+    head_dim_v, causal, softmax_scale = options
+    problem = _checks.check_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, metadata, num_splits, causal,
+                                   softmax_scale, out, lse)
+    out = np.empty(problem.out_shape, q.dtype) if out is None else out
+    lse = np.empty(problem.lse_shape, np.float32) if lse is None else lse
+    if problem.nothing_to_attend or 0 in q.shape:
+        out[...], lse[...] = 0, -np.inf
+    else:
+        exact_out, exact_lse = reference.attend(
+            q, k_cache, block_table, cache_seqlens, HEAD_DIM_V, softmax_scale=problem.softmax_scale,
+            causal=problem.causal)
+        out[...], lse[...] = exact_out.astype(q.dtype), exact_lse
+    return out, lse
+
+
+# ---- staging: check everything, convert what a kernel cannot read ----
+def _stage(options: tuple, arrays: tuple) -> tuple[Any, Any]:
+    """Runs a call for which there is no plan, on q's device: checks, then a new plan or staged arrays."""
+    named = {name: None if x is None and name in _OPTIONAL else
+             (backends.as_integers if name in _INTEGERS else backends.as_device)(name, x)
+             for name, x in zip(_ARRAYS, arrays, strict=True)}
+    if any(x is not given for x, given in zip(named.values(), arrays, strict=True)):
+        arrays = tuple(named.values())  # as CuPy arrays, the call may be a planned one
+        plan = _PLANS.get((options, *map(_signature, arrays)))
+        if plan is not None:
+            return plan.run(*arrays)
+    q, k_cache, table, lengths, metadata, num_splits, out, lse, workspace = arrays
+    integers = table, lengths, metadata, num_splits
+    head_dim_v, causal, softmax_scale = options
+    problem = _checks.check_decode(q, k_cache, table, lengths, head_dim_v, metadata, num_splits, causal, softmax_scale,
+                                   out, lse)
+    device_id = q.data.device_id
+    _checks.check_same_device(device_id, **named)
+    _checks.check_element_alignment(**named)
+    if out is not None and out.strides[3] != out.dtype.itemsize:
+        raise ValueError(f"out: got stride {out.strides[3]} bytes along the last axis, expected it contiguous")
+    if not problem.nothing_to_attend:
+        _checks.check_cache_layout(k_cache)
+    if workspace is not None:
+        _checks.check_workspace(workspace, _Plan.workspace_bytes(problem, metadata, device_id))
+
+    usable = (_loads_16_bytes(q) and (out is None or _loads_16_bytes(out))
+              and all(_is_int32(x, rows_may_be_apart=x is table) for x in integers)
+              and (metadata is None or metadata.data.ptr % 16 == 0))
+    if usable:
+        plan = _Plan(problem, named)
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[(options, *map(_signature, arrays))] = plan
+        return plan.run(*arrays)
+
+    stream_ptr = _device.current_stream_ptr()
+    result_out = cupy.empty(problem.out_shape, q.dtype) if out is None else out
+    result_lse = cupy.empty(problem.lse_shape, np.float32) if lse is None else lse
+    with _device.temporaries(stream_ptr):
+        _run_staged(options, named, result_out, result_lse, stream_ptr)
+    return result_out, result_lse
+
+
+def _run_staged(options: tuple, named: dict, result_out: Any, result_lse: Any, stream_ptr: int) -> None:
+    """Copies what cannot be used as it is, and calls again; the copies are gone when this returns."""
+    staged = dict(named, out=result_out, lse=result_lse)
+    for name in ("block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits"):
+        staged[name] = _staged_integers(name, named[name], stream_ptr)
+    if not _loads_16_bytes(named["q"]):
+        staged["q"] = _device.contiguous(named["q"])
+    if not _loads_16_bytes(result_out):
+        staged["out"] = cupy.empty(result_out.shape, result_out.dtype)
+    arrays = tuple(staged.values())
+    plan = _PLANS.get((options, *map(_signature, arrays)))
+    _stage(options, arrays) if plan is None else plan.run(*arrays)
+    if staged["out"] is not result_out:
+        _device.assign(result_out, staged["out"])
+
+
+def _staged_integers(name: str, x: Any, stream_ptr: int) -> Any:
+    if x is None:
+        return None
+    if isinstance(x, np.ndarray):
+        return _device.upload(name, x, stream_ptr)
+    if _is_int32(x, rows_may_be_apart=name == "block_table") and (name != "tile_scheduler_metadata"
+                                                                 or x.data.ptr % 16 == 0):
+        return x
+    return _device.contiguous(x, np.int32)
+
+
+def _is_int32(x: Any, rows_may_be_apart: bool = False) -> bool:
+    """Whether a kernel can read `x` (or None) in place: int32, contiguous, for the block table within each row."""
+    if x is None:
+        return True
+    if isinstance(x, np.ndarray) or x.dtype != np.int32:
+        return False
+    if x.size == 0 or (rows_may_be_apart and (x.shape[1] == 1 or x.strides[1] == 4)):
+        return True
+    return x.flags.c_contiguous
+
+
+def _loads_16_bytes(x: Any) -> bool:
+    """Whether every row along the last axis of a 16-bit array is contiguous and begins at a multiple of 16 bytes."""
+    if x.size == 0:
+        return True
+    return (x.data.ptr % 16 == 0 and x.strides[-1] == x.dtype.itemsize
+            and all(stride % 16 == 0 for stride, length in zip(x.strides, x.shape[:-1], strict=False) if length > 1))
+
+
+# ---- plan and launch ----
+class _Plan:
+    """One call worked out but for its pointers: kernels, grids, parameter bytes, workspace layout."""
+
+    def __init__(self, problem: DecodeProblem, arrays: dict) -> None:
+        """`arrays`: the call's arguments by name, checked and directly usable, all on the current device."""
+        q, k_cache, table = arrays["q"], arrays["k_cache"], arrays["block_table"]
+        metadata, out, lse = arrays["tile_scheduler_metadata"], arrays["out"], arrays["lse"]
+        p, device_id = problem, q.data.device_id
+        self.problem = p
+        self.out_shape, self.lse_shape, self.dtype = p.out_shape, p.lse_shape, q.dtype
+        self.empty = p.nothing_to_attend or 0 in q.shape
+        if self.empty:
+            return
+        self.parts, self.splits = self.parts_and_splits(p, metadata, device_id)
+        self.plans_inside = metadata is None
+        self.o_bytes, self.plan_offset = _partial_bytes(self.parts, p.s_q * p.h_q) if self.splits else (0, 0)
+        self.total_bytes = self.workspace_bytes(p, metadata, device_id)
+        # Nothing can be split when the table holds one KV block a request: plan for that, whatever the lengths say.
+        self.fixed_seqlen = p.max_seqlen if p.max_seqlen <= sched_meta.KV_BLOCK_TOKENS else -1
+
+        self.kernel = _device.get_kernel(Problem("dense_decode", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
+        self.grid = (-(-p.rows // sched_meta.QUERY_ROWS_PER_BLOCK), p.h_kv, self.parts)
+        self._map_arguments = _map_arguments(k_cache, p)
+        self._maps: dict[int, bytes] = {}
+        strides = {**_element_strides("q", q.strides[:3], q.dtype, "batch token head"),
+                   **_element_strides("out", _strides(out, self.out_shape, q.dtype)[:3], q.dtype, "batch token head"),
+                   **_element_strides("lse", _strides(lse, self.lse_shape, np.dtype(np.float32)), np.dtype(np.float32),
+                                      "batch head token")}
+        sizes = dict(batch=p.batch, s_q=p.s_q, heads_per_kv=p.heads_per_kv, h_kv=p.h_kv, num_sm_parts=self.parts)
+        self.params = _device.ParamTemplate(
+            "DenseDecodeParams", **strides, **sizes, block_table_stride=0 if table is None else table.strides[0] // 4,
+            causal=p.causal, page_size=p.page_size, box_tokens=self._map_arguments["box"][1], max_seqlen=p.max_seqlen,
+            scale_log2=p.softmax_scale * math.log2(math.e))
+        if self.splits:
+            warps = combine.warps_per_row(self.parts / p.batch)
+            self.combine = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
+            # Each part but the first can begin inside one request.
+            self.combine_grid = combine.grid(p.rows, min(self.parts - 1, p.batch), p.h_kv, warps)
+            del strides["q_stride_batch"], strides["q_stride_token"], strides["q_stride_head"]
+            self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, d_v=HEAD_DIM_V,
+                                                        warps_per_row=warps, lse_in_scale=1.0)
+
+    @staticmethod
+    def parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int) -> tuple[int, bool]:
+        """The number of SM parts, and whether the plan may split a request.
+
+        Metadata that are given may split any request, whatever their lengths were.
+        """
+        if metadata is not None:
+            return metadata.shape[0], metadata.shape[0] > 1
+        parts = sched_meta.num_sm_parts(_device.info(device_id).sm_count, p.h_kv, p.rows)
+        return parts, parts > 1 and p.max_seqlen > sched_meta.KV_BLOCK_TOKENS
+
+    @classmethod
+    def workspace_bytes(cls, p: DecodeProblem, metadata: Any, device_id: int) -> int:
+        if p.nothing_to_attend or p.batch * p.s_q == 0:
+            return 0
+        parts, splits = cls.parts_and_splits(p, metadata, device_id)
+        partial_bytes = _partial_bytes(parts, p.s_q * p.h_q)[1] if splits else 0
+        return partial_bytes + (sched_meta.plan_bytes(p.batch, parts) if metadata is None else 0)
+
+    def run(self, q, k_cache, table, lengths, metadata, num_splits, out, lse, workspace) -> tuple[Any, Any]:
+        """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for."""
+        if out is None:
+            out = cupy.empty(self.out_shape, self.dtype)
+        if lse is None:
+            lse = cupy.empty(self.lse_shape, np.float32)
+        if self.empty:
+            _device.assign(out.view(np.uint16), 0)
+            _device.assign(lse, -np.inf)
+            return out, lse
+
+        stream_ptr = _device.current_stream_ptr()
+        o_partial = lse_partial = 0
+        if self.total_bytes:
+            memory = _device.scratch(self.total_bytes, stream_ptr) if workspace is None else workspace.data
+            if self.splits:
+                o_partial, lse_partial = memory.ptr, memory.ptr + self.o_bytes
+        lengths_ptr = lengths.data.ptr
+        if self.plans_inside:
+            base = memory.ptr + self.plan_offset
+            metadata_offset, splits_offset, _ = sched_meta.plan_offsets(self.problem.batch, self.parts)
+            metadata_ptr, splits_ptr = base + metadata_offset, base + splits_offset
+            sched_meta.launch_plan(self.problem.batch, self.parts, lengths_ptr, metadata_ptr, splits_ptr, base,
+                                   stream_ptr, self.fixed_seqlen)
+        else:
+            metadata_ptr, splits_ptr = metadata.data.ptr, num_splits.data.ptr
+
+        out_ptr, lse_ptr, cache_ptr = out.data.ptr, lse.data.ptr, k_cache.data.ptr
+        params = self.params.fill(q.data.ptr, out_ptr, lse_ptr, o_partial, lse_partial, lengths_ptr,
+                                  0 if table is None else table.data.ptr, metadata_ptr,
+                                  head=self._maps.get(cache_ptr) or self._encode_map(cache_ptr))
+        self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
+        if self.splits:
+            params = self.combine_params.fill(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, splits_ptr, 0)
+            self.combine.launch(self.combine_grid, params, pdl=True, stream_ptr=stream_ptr)
+        return out, lse
+
+    def _encode_map(self, cache_ptr: int) -> bytes:
+        if len(self._maps) >= _MAX_MAPS_PER_PLAN:
+            self._maps.clear()
+        self._maps[cache_ptr] = encoded = tensor_map.encode(cache_ptr, **self._map_arguments).tobytes()
+        return encoded
+
+
+def _map_arguments(k_cache: Any, p: DecodeProblem) -> dict[str, Any]:
+    """The cache as the copy engine sees it, innermost first: 64 dims | tokens of a page | d_qk / 64 | h_kv | pages."""
+    page, token, head = k_cache.strides[:3]
+    # The stride of an axis of one element is free in CuPy, but not in a tensor map.
+    row_bytes = p.d_qk * k_cache.dtype.itemsize
+    token = token if p.page_size > 1 else row_bytes
+    head = head if p.h_kv > 1 else row_bytes
+    page = page if p.pages > 1 else row_bytes
+    box_tokens = min(64, p.page_size) if p.table_width is not None else 64
+    return dict(dtype_name=p.dtype, shape=(64, p.page_size, p.d_qk // 64, p.h_kv, p.pages),
+                strides_bytes=(token, 128, head, page), box=(64, box_tokens, 1, 1, 1))
+
+
+def _strides(x: Any, shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """Byte strides of `x`, or those of the new C-contiguous array that stands for None."""
+    if x is not None:
+        return x.strides
+    return tuple(dtype.itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape)))
+
+
+def _element_strides(array: str, strides: tuple[int, ...], dtype: np.dtype, axes: str) -> dict[str, int]:
+    """Struct fields such as q_stride_batch, in elements."""
+    elements = (stride // dtype.itemsize for stride in strides)
+    return {f"{array}_stride_{axis}": stride for axis, stride in zip(axes.split(), elements, strict=True)}

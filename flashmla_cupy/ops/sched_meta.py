@@ -1,0 +1,125 @@
+"""The tile scheduler: which SM part works on which KV blocks of which requests."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import cupy
+import numpy as np
+
+from flashmla_cupy.backends import as_integers
+from flashmla_cupy.reference import sched_meta as reference
+
+from . import _checks, _device
+from ._select import Problem
+
+KV_BLOCK_TOKENS = 64
+QUERY_ROWS_PER_BLOCK = 64
+OVERHEAD_BLOCKS = 5  # fixed cost of a fragment, in KV blocks
+NOMINAL_SM_COUNT = 132  # where there is no GPU to ask: that of an H100 or H200
+_NO_FIXED_SEQLEN = -1
+
+
+def num_sm_parts(sm_count: int, num_heads_k: int, num_q_tokens_per_head_k: int) -> int:
+    """How many parts share the KV blocks: CTAs that fit at once, over those that each part needs."""
+    blocks_of_rows = -(-num_q_tokens_per_head_k // QUERY_ROWS_PER_BLOCK)
+    return max(1, sm_count // num_heads_k // max(1, blocks_of_rows))
+
+
+def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads_k: int,
+                     num_heads_q: int | None = None, is_fp8_kvcache: bool = False, topk: int | None = None):
+    """The tile-scheduler metadata of a decode call, from lengths on the device, without a host synchronisation.
+
+    Args:
+        cache_seqlens: (batch,) integers; int32 CuPy arrays are read in place, other types are converted. Negative
+            lengths count as 0.
+        num_q_tokens_per_head_k: s_q * h_q // h_kv.
+        num_heads_k: h_kv.
+        num_heads_q: h_q; only checked.
+        is_fp8_kvcache: accepted for FlashMLA's signature; the plan does not depend on it.
+        topk: for sparse attention, the tokens that every query attends to; cache_seqlens then only gives the batch.
+
+    Returns:
+        tile_scheduler_metadata: (num_sm_parts, 8) int32, and num_splits: (batch + 1,) int32, the exclusive prefix sum
+        of the fragments of each request. Their shapes depend on the arguments' shapes alone. CuPy arrays on the
+        lengths' device, written on CuPy's current stream there; NumPy arrays when cache_seqlens is on the host. Keep
+        them as long as a CUDA graph that was captured with them.
+
+    Raises:
+        TypeError, ValueError: a wrong argument. UnsupportedError: no kernel for the device.
+    """
+    if cache_seqlens is None:
+        raise TypeError("cache_seqlens: got None, expected int32 lengths of shape (batch,)")
+    lengths = as_integers("cache_seqlens", cache_seqlens)
+    _checks.check_ndim("cache_seqlens", lengths, 1, "(batch,)")
+    rows = _checks.check_int("num_q_tokens_per_head_k", num_q_tokens_per_head_k, 0)
+    h_kv = _checks.check_int("num_heads_k", num_heads_k, 1)
+    if num_heads_q is not None and _checks.check_int("num_heads_q", num_heads_q, 1) % h_kv:
+        raise ValueError(f"num_heads_q: got {num_heads_q}, expected a multiple of num_heads_k = {h_kv}")
+    _checks.check_bool("is_fp8_kvcache", is_fp8_kvcache)
+    if topk is not None:
+        topk = _checks.check_int("topk", topk, 0)
+
+    if isinstance(lengths, np.ndarray):
+        parts = num_sm_parts(NOMINAL_SM_COUNT, h_kv, rows)
+        return reference.plan(lengths, parts, block_size=KV_BLOCK_TOKENS, overhead_blocks=OVERHEAD_BLOCKS, topk=topk)
+
+    _checks.check_element_alignment(cache_seqlens=lengths)
+    device_id = lengths.data.device_id
+    with _device.on_device(device_id):
+        batch = lengths.shape[0]
+        parts = num_sm_parts(_device.info(device_id).sm_count, h_kv, rows)
+        buffer = cupy.empty(plan_bytes(batch, parts), np.uint8)  # the views returned keep the scratch part alive too
+        metadata, num_splits = plan_views(buffer, batch, parts)
+        write_plan(lengths, metadata, num_splits, buffer.data.ptr, _device.current_stream_ptr(), topk)
+    return metadata, num_splits
+
+
+# ---- the plan in memory: cost prefix int64 (batch + 1) | metadata int32 (parts, 8) | num_splits int32 (batch + 1) ----
+def plan_offsets(batch: int, parts: int) -> tuple[int, int, int]:
+    """Byte offsets of the metadata and of num_splits behind the cost prefix, and the total size."""
+    metadata = -(-8 * (batch + 1) // 16) * 16
+    num_splits = metadata + 4 * _checks.METADATA_WIDTH * parts
+    return metadata, num_splits, num_splits + -(-4 * (batch + 1) // 16) * 16
+
+
+def plan_bytes(batch: int, parts: int) -> int:
+    return plan_offsets(batch, parts)[2]
+
+
+def plan_views(buffer: Any, batch: int, parts: int) -> tuple[Any, Any]:
+    """metadata and num_splits inside a uint8 array of plan_bytes."""
+    metadata, num_splits, _ = plan_offsets(batch, parts)
+    return (buffer[metadata:num_splits].view(np.int32).reshape(parts, _checks.METADATA_WIDTH),
+            buffer[num_splits:num_splits + 4 * (batch + 1)].view(np.int32))
+
+
+def write_plan(lengths: Any, metadata: Any, num_splits: Any, cost_prefix_ptr: int, stream_ptr: int,
+               topk: int | None = None) -> None:
+    """Enqueue, on the current device, the plan of `lengths` (batch,) into contiguous `metadata` and `num_splits`."""
+    batch, parts = lengths.shape[0], metadata.shape[0]
+    if batch == 0:
+        _device.assign(metadata, 0)
+        _device.assign(num_splits, 0)
+        return
+    with _device.temporaries(stream_ptr):
+        if lengths.dtype != np.int32 or lengths.strides[0] != 4:
+            lengths = _device.contiguous(lengths, np.int32)
+        launch_plan(batch, parts, lengths.data.ptr, metadata.data.ptr, num_splits.data.ptr, cost_prefix_ptr, stream_ptr,
+                    _NO_FIXED_SEQLEN if topk is None else topk)
+        del lengths  # a temporary goes back inside the block
+
+
+def launch_plan(batch: int, parts: int, lengths_ptr: int, metadata_ptr: int, num_splits_ptr: int, cost_prefix_ptr: int,
+                stream_ptr: int, fixed_seqlen: int = _NO_FIXED_SEQLEN) -> None:
+    """One launch of the scheduler on the current device; all pointers are device addresses."""
+    kernel = _device.get_kernel(Problem("sched_meta"), _device.current_device())
+    params = _template(batch, parts, fixed_seqlen).fill(lengths_ptr, metadata_ptr, num_splits_ptr, cost_prefix_ptr)
+    kernel.launch((1, 1, 1), params, pdl=True, stream_ptr=stream_ptr)
+
+
+@functools.lru_cache(maxsize=256)
+def _template(batch: int, parts: int, fixed_seqlen: int) -> _device.ParamTemplate:
+    return _device.ParamTemplate("SchedMetaParams", batch=batch, num_sm_parts=parts, block_size=KV_BLOCK_TOKENS,
+                                 overhead_blocks=OVERHEAD_BLOCKS, fixed_seqlen=fixed_seqlen)

@@ -1,0 +1,73 @@
+"""How far a kernel may be from the truth: twice as far as a reference that only rounds where 16-bit hardware must.
+
+Both functions return error / allowed error, so 1 is the limit, in a form that a NaN fails: ``ratio <= 1`` is the test.
+Infinities and NaNs must sit at the same places as in the truth; elsewhere they make the ratio infinite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashmla_cupy.reference._numerics import namespace_of, unit_roundoff
+
+OUT_FACTOR = 2.0
+# Part of one rounding of the largest output that is always allowed: where the reference happens to be exact, float32
+# accumulation in another order is no error.
+OUT_FLOOR_ROUNDINGS = 2.0**-6
+LSE_ABSOLUTE, LSE_RELATIVE = 5e-5, 2e-5
+
+
+def out_error_ratio(
+    out: Any, exact: Any, rounded: Any, dtype: Any, *, per_request: bool = False, xp: Any = None
+) -> Any:
+    """Error of ``out`` over the budget, the worse of two measures: maximum absolute error and RMS error.
+
+    Args:
+        out: ``(batch, ...)`` what the kernel gave, widened to float64.
+        exact, rounded: the references, float64, same shape.
+        dtype: element type of the kernel's output.
+        per_request: measure every entry of the first axis by itself, so that large values in one request cannot hide
+            errors in another.
+
+    Returns:
+        scalar array, or ``(batch,)`` with ``per_request``; at most 1 is right.
+    """
+    xp = xp or namespace_of(exact)
+    if out.size == 0:
+        return xp.zeros(out.shape[:1] if per_request else ())
+    axes = tuple(range(1 if per_request else 0, exact.ndim))
+    finite = xp.isfinite(exact)
+    out_where, exact_where, rounded_where = (xp.where(finite, x, 0.0) for x in (out, exact, rounded))
+    error, own_error = abs(out_where - exact_where), abs(rounded_where - exact_where)
+    floor = OUT_FLOOR_ROUNDINGS * unit_roundoff(dtype) * abs(exact_where).max(axis=axes)
+    floor = xp.maximum(floor, np.finfo(np.float64).tiny)  # all zeros: 0 / tiny is 0
+
+    ratio = error.max(axis=axes) / (OUT_FACTOR * own_error.max(axis=axes) + floor)
+    rms_ratio = _rms(error, axes, xp) / (OUT_FACTOR * _rms(own_error, axes, xp) + floor)
+    misplaced = _misplaced(out, exact, xp).any(axis=axes)
+    return xp.where(misplaced, np.inf, xp.maximum(ratio, rms_ratio))
+
+
+def lse_error_ratio(lse: Any, exact: Any, *, xp: Any = None) -> Any:
+    """Error of natural-log ``lse`` over ``LSE_ABSOLUTE + LSE_RELATIVE * |exact|``, element by element, same shape."""
+    xp = xp or namespace_of(exact)
+    finite = xp.isfinite(exact)
+    safe_exact = xp.where(finite, exact, 0.0)
+    error = abs(xp.where(finite, lse, 0.0) - safe_exact)
+    ratio = error / (LSE_ABSOLUTE + LSE_RELATIVE * abs(safe_exact))
+    return xp.where(_misplaced(lse, exact, xp), np.inf, ratio)
+
+
+def _misplaced(got: Any, exact: Any, xp: Any) -> Any:
+    """True where one is NaN, +inf or -inf and the other is not."""
+    return (
+        (xp.isnan(got) != xp.isnan(exact))
+        | (xp.isposinf(got) != xp.isposinf(exact))
+        | (xp.isneginf(got) != xp.isneginf(exact))
+    )
+
+
+def _rms(values: Any, axes: tuple[int, ...], xp: Any) -> Any:
+    return xp.sqrt((values * values).mean(axis=axes))

@@ -1,0 +1,128 @@
+"""Disk cache of compiled kernels: one self-checking file an entry, published atomically, never trusted unread.
+
+An entry is a first line with the SHA-256 of the rest, a line of JSON, then the cubin. A folder that cannot be written
+(read-only, missing home, full disk) only costs the reuse: callers keep what they compiled in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import env
+
+_MAGIC = b"flashmla_cupy-kernel-1"
+_SUFFIX = ".kernel"
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    directory: Path | None  # None: no home directory, memory only
+    entries: int
+    size_bytes: int
+    writable: bool
+
+
+def _path(name: str, key: str) -> Path | None:
+    directory = env.cache_dir()
+    return directory / f"{name}-{key}{_SUFFIX}" if directory else None
+
+
+def load(name: str, key: str) -> tuple[dict, bytes] | None:
+    """(JSON header, cubin) of an entry, or None. An entry whose checksum is wrong is removed."""
+    path = _path(name, key)
+    try:
+        content = path.read_bytes() if path else None
+    except OSError:
+        return None
+    if content is None:
+        return None
+    first, _, rest = content.partition(b"\n")
+    header, _, cubin = rest.partition(b"\n")
+    if first == _MAGIC + b" " + hashlib.sha256(rest).hexdigest().encode() and cubin:
+        return json.loads(header), cubin
+    env.logger().warning("cache: %s is damaged, rebuilding it", path)
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return None
+
+
+def store(name: str, key: str, header: dict, cubin: bytes) -> bool:
+    """Publish an entry; False when the folder cannot be written."""
+    path = _path(name, key)
+    if path is None:
+        return False
+    rest = json.dumps(header).encode() + b"\n" + cubin
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{name}-", suffix=".tmp", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(_MAGIC + b" " + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+        os.replace(temporary, path)
+        return True
+    except OSError as error:
+        env.logger().info("cache: %s not written (%s), kept in memory", path, error)
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        return False
+
+
+@contextlib.contextmanager
+def lock(name: str, key: str) -> Iterator[None]:
+    """Holds an entry's lock, so that of many cold processes one compiles and the rest read. No lock on a bad folder."""
+    path, file = _path(name, key), None
+    try:
+        import fcntl
+
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path.parent / f".{path.stem}.lock", "a")
+            fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process, however it ends
+    except (ImportError, OSError) as error:
+        env.logger().debug("cache: no lock (%s)", error)
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _files() -> list[Path]:
+    directory = env.cache_dir()
+    return sorted(directory.glob(f"*{_SUFFIX}")) if directory and directory.is_dir() else []
+
+
+def info() -> CacheInfo:
+    directory, files = env.cache_dir(), _files()
+    existing = directory
+    while existing is not None and not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    writable = existing is not None and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    size_bytes = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            size_bytes += file.stat().st_size
+    return CacheInfo(directory, len(files), size_bytes, writable)
+
+
+def clear() -> int:
+    """Remove every entry (and leftovers of killed processes); returns the number of entries removed.
+
+    Raises OSError when an entry cannot be removed.
+    """
+    files = _files()
+    for file in files:
+        file.unlink(missing_ok=True)
+    directory = env.cache_dir()
+    for pattern in (".*.lock", ".*.tmp") if files or (directory and directory.is_dir()) else ():
+        for file in directory.glob(pattern):
+            file.unlink(missing_ok=True)
+    return len(files)

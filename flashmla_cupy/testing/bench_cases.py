@@ -1,0 +1,74 @@
+"""The dense decode rows that are benchmarked: the shapes in which this project states its figures."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """bf16, page 64, h_kv 1, d_qk 576. s_k: tokens of every request, or the mean of the normal distribution with
+    `varlen`. small: latency row, measured inside a CUDA graph over caches that are cold in L2.
+    """
+
+    batch: int
+    h_q: int
+    s_q: int
+    s_k: int
+    varlen: bool = False
+    causal: bool = False
+    small: bool = False
+
+    h_kv: int = 1
+    d_qk: int = 576
+    d_v: int = 512
+
+    @property
+    def name(self) -> str:
+        """As in the tables: "128,128,1,4096 varlen"; small rows start with "graph"."""
+        words = ["graph"] * self.small + [f"{self.batch},{self.h_q},{self.s_q},{self.s_k}"]
+        return " ".join(words + ["varlen"] * self.varlen + ["causal"] * self.causal)
+
+    def lengths(self) -> list[int]:
+        """KV tokens of each request."""
+        if not self.varlen:
+            return [self.s_k] * self.batch
+        rng = random.Random(0)
+        return [max(int(rng.normalvariate(self.s_k, self.s_k / 2)), self.s_q) for _ in range(self.batch)]
+
+
+LARGE = tuple(BenchCase(128, 128, s_q, s_k) for s_q in (1, 2) for s_k in (4096, 8192, 16384, 32768)) + (
+    BenchCase(128, 128, 1, 4096, varlen=True),
+    BenchCase(128, 128, 2, 8192, causal=True),
+    BenchCase(128, 16, 1, 8192),
+    BenchCase(128, 64, 1, 8192),
+    BenchCase(128, 16, 1, 32768),
+    BenchCase(16, 128, 1, 32768),
+)
+SMALL = tuple(
+    BenchCase(*row, small=True)
+    for row in (
+        (1, 128, 1, 512),
+        (1, 128, 1, 4096),
+        (1, 128, 1, 32768),
+        (1, 128, 1, 131072),
+        (1, 16, 1, 4096),
+        (1, 16, 1, 131072),
+        (4, 128, 1, 1024),
+        (8, 128, 1, 4096),
+        (16, 128, 2, 4096),
+        (32, 16, 1, 8192),
+    )
+)
+DENSE_DECODE = LARGE + SMALL
+
+
+def select(pattern: str | None) -> tuple[BenchCase, ...]:
+    """Rows whose name contains `pattern` (None: all). Raises ValueError when there is none."""
+    rows = tuple(case for case in DENSE_DECODE if pattern is None or pattern in case.name)
+    if not rows:
+        raise ValueError(f"case: got {pattern!r}, expected part of a name such as {DENSE_DECODE[0].name!r}")
+    return rows

@@ -1,0 +1,37 @@
+"""Run as a module in a fresh process: times the first decode call and prints a line of JSON (for bench.first_calls)."""
+
+from __future__ import annotations
+
+import json
+import time
+
+
+def main() -> None:
+    import cupy as cp
+    import ml_dtypes
+
+    started = time.perf_counter()
+    q = cp.zeros((1, 1, 128, 576), cp.uint16).view(ml_dtypes.bfloat16)
+    cache = cp.zeros((64, 64, 1, 576), cp.uint16).view(ml_dtypes.bfloat16)
+    table, lengths = cp.arange(64, dtype=cp.int32)[None], cp.asarray([4096], cp.int32)
+    cp.cuda.Device().synchronize()
+    context_seconds = time.perf_counter() - started
+
+    from flashmla_cupy import flash_mla_with_kvcache
+    from flashmla_cupy.testing import trace
+
+    with trace.launches() as names:
+        started = time.perf_counter()
+        flash_mla_with_kvcache(q, cache, table, lengths, 512)
+        cp.cuda.Device().synchronize()
+    call_seconds = time.perf_counter() - started
+
+    from flashmla_cupy.ops._select import all_specs
+    from flashmla_cupy.runtime.compile import compile_cubin
+
+    compiles = {spec.name: compile_cubin(spec).seconds for spec in all_specs() if spec.name in names}
+    print(json.dumps({"context_seconds": context_seconds, "call_seconds": call_seconds, "compile_seconds": compiles}))
+
+
+if __name__ == "__main__":
+    main()

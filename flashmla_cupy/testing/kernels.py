@@ -1,0 +1,88 @@
+"""Looking into the kernel variants: choose by name, compile, dump, watch (no GPU needed)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from flashmla_cupy.errors import FlashMLAError
+from flashmla_cupy.ops import _select
+from flashmla_cupy.runtime import compile as runtime_compile
+from flashmla_cupy.runtime import inspect, source
+from flashmla_cupy.runtime.spec import KernelSpec
+
+WHY = {  # op -> why its variants are chosen at compile time
+    "dense_decode": "element type (bf16, fp16: other wgmma instructions) x d_qk (the first product's depth, unrolled)",
+    "combine": "element type of the output; splits, heads and rows are run-time arguments",
+    "sched_meta": "one variant: lengths, parts and topk are run-time arguments",
+}
+
+Compiled = tuple[str, Any]  # kernel name, CompiledKernel or the error
+
+
+def choose(name: str = "", ops: tuple[str, ...] = ()) -> list[KernelSpec]:
+    """Specs whose name contains `name`, of `ops` if any are given. Raises ValueError when there is none."""
+    specs = _select.all_specs()
+    chosen = [spec for spec in specs if name in spec.name and (not ops or spec.op in ops)]
+    if not chosen:
+        raise ValueError(f"kernel: got {name!r}, expected part of one of {', '.join(spec.name for spec in specs)}")
+    return chosen
+
+
+def compile_all(
+    specs: list[KernelSpec],
+    *,
+    use_cache: bool = True,
+    arch: str | None = None,
+    on_done: Callable[[str], None] = lambda name: None,
+) -> list[Compiled]:
+    """Compiles one after the other, so that the seconds of each mean something."""
+    rows: list[Compiled] = []
+    for spec in specs:
+        try:
+            rows.append((spec.name, runtime_compile.compile_cubin(spec, arch, use_cache=use_cache)))
+        except (FlashMLAError, FileNotFoundError) as error:
+            rows.append((spec.name, error))
+        on_done(spec.name)
+    return rows
+
+
+def errors(rows: list[Compiled]) -> list[Exception]:
+    return [item for _, item in rows if isinstance(item, Exception)]
+
+
+def dump(spec: KernelSpec, folder: Path) -> tuple[list[str], str | None]:
+    """Writes the generated unit, cubin, compile log, PTX and SASS of a kernel.
+
+    Returns the file names, and why there is no SASS when no disassembler is installed.
+    """
+    compiled = runtime_compile.compile_cubin(spec)
+    contents = {"cu": source.generate(spec), "log": compiled.log, "ptx": runtime_compile.ptx(spec)}
+    missing = None
+    try:
+        contents["sass"] = inspect.sass(compiled.cubin)
+    except FlashMLAError as error:
+        missing = str(error)
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, text in contents.items():
+        (folder / f"{spec.name}.{suffix}").write_text(text, encoding="utf-8")
+    (folder / f"{spec.name}.cubin").write_bytes(compiled.cubin)
+    return [f"{spec.name}.{suffix}" for suffix in ("cubin", *contents)], missing
+
+
+def changes(specs: list[KernelSpec], interval: float, rounds: int | None = None) -> Iterator[list[KernelSpec]]:
+    """Looks at the sources every `interval` seconds and yields the kernels that changed: all of them at first."""
+    seen: dict[KernelSpec, str] = {}
+    look = 0
+    while rounds is None or look < rounds:
+        look += 1
+        with contextlib.suppress(FileNotFoundError):  # an editor replacing a file
+            digests = {spec: source.digest(spec) for spec in specs}
+            changed = [spec for spec in specs if seen.get(spec) != digests[spec]]
+            seen = digests
+            if changed:
+                yield changed
+        time.sleep(interval)

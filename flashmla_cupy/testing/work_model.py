@@ -1,0 +1,38 @@
+"""What a benchmark row counts as work, so that TFLOP/s and GB/s mean the same for every kernel measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashmla_cupy.testing.bench_cases import BenchCase
+
+# Measured on one H200 (SXM): read bandwidth, and the matrix rate of this mix with operands resident on chip.
+H200_READ_GBPS = 4420.0
+H200_MATRIX_TFLOPS = 880.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """flop: both matrix products over the whole (unmasked) rectangle. byte: KV once, Q and O once."""
+
+    flop: float
+    byte: float
+
+    def tflops(self, us: float) -> float:
+        return self.flop / us / 1e6
+
+    def gbps(self, us: float) -> float:
+        return self.byte / us / 1e3
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flop / self.byte
+
+
+def dense_decode(case: BenchCase) -> Work:
+    lengths, widths = case.lengths(), case.d_qk + case.d_v
+    mean = sum(lengths) / case.batch
+    flop = 2.0 * case.batch * case.h_q * case.s_q * mean * widths
+    byte = case.batch * (case.s_q * case.h_q * widths * 2 + mean * case.h_kv * case.d_qk * 2)
+    return Work(flop, byte)

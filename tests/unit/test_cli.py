@@ -1,0 +1,227 @@
+"""Every command on a machine without a GPU: output, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from conftest import REPO
+from flashmla_cupy.errors import FlashMLAError
+from flashmla_cupy.ops import _select
+from flashmla_cupy.runtime import compile as runtime_compile
+from flashmla_cupy.runtime import device, inspect
+from flashmla_cupy.testing import checks, machine
+from flashmla_cupy.testing.compare import Errors
+
+CLI = runpy.run_path(str(REPO / "cli.py"), run_name="cli")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(device, "gpu_available", lambda: False)
+
+
+@pytest.fixture
+def fake_compile(monkeypatch):
+    """compile_cubin without NVRTC: the specs it was asked for."""
+    asked = []
+
+    def compile_cubin(spec, arch=None, *, use_cache=True):
+        asked.append(spec)
+        if spec.op == "combine" and fail:
+            raise FlashMLAError(f"{spec.name}: cuda_src/combine/kernel_sm80.cuh:3: expected a ;")
+        return runtime_compile.CompiledKernel(
+            spec.name,
+            spec.entry,
+            arch or spec.arch,
+            b"cubin",
+            "log",
+            inspect.Record(384, 1, 230_000, 256),
+            inspect.Resources(168, 16, 0, 0, 0, 0),
+            1.25,
+            not use_cache,
+        )
+
+    fail = []
+    monkeypatch.setattr(runtime_compile, "compile_cubin", compile_cubin)
+    return asked, fail
+
+
+def invoke(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(CLI["cli"], arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "validate",
+        "bench",
+        "kernels",
+        "kernels list",
+        "kernels compile",
+        "kernels dump",
+        "kernels watch",
+        "schedule",
+        "env",
+        "cache",
+        "cache info",
+        "cache clear",
+        "cache warmup",
+    ],
+)
+def test_help(command):
+    assert "Usage:" in invoke(*command.split(), "--help")
+
+
+def test_validate_without_a_gpu_says_so_and_compiles(fake_compile, tmp_path):
+    output = invoke("validate", "--op", "sched_meta", "--json", str(tmp_path / "out" / "v.json"))
+    assert "No GPU was found" in output and "sched_meta.sm80" in output and "checks passed" in output
+    content = json.loads((tmp_path / "out" / "v.json").read_text())
+    assert content["gpu"] is None and all(check["message"] is None for check in content["checks"])
+
+
+def test_validate_smoke_runs_the_numpy_backend(fake_compile):
+    output = invoke("validate", "--suite", "smoke")
+    assert "dense_decode" in output and "checks passed" in output and "FAILED" not in output
+
+
+def test_validate_reports_failures_in_one_line_each(fake_compile, monkeypatch):
+    def crash():
+        raise RuntimeError("first line\nsecond line")
+
+    rows = [
+        checks.Check("combine", "good", lambda: Errors(0.5, 0.1)),
+        checks.Check("combine", "crash", crash),
+        checks.Check("combine", "wrong", lambda: Errors(3.0, 0.0, "out: error 3")),
+    ]
+    monkeypatch.setattr(checks, "collect", lambda ops, suite, machine: rows)
+    output = invoke("validate", "--op", "combine", code=1)
+    assert "FAILED combine: crash: RuntimeError: first line\n" in output and "out: error 3" in output
+    assert "1 of 3 checks passed" in output and "second line" not in output
+
+
+def test_validate_fails_when_a_kernel_does_not_compile(fake_compile):
+    fake_compile[1].append(True)
+    output = invoke("validate", "--op", "combine", code=1)
+    assert "kernel_sm80.cuh:3" in output and "failed" in output
+
+
+def test_validate_refuses_a_record_without_a_gpu(tmp_path):
+    assert "no GPU" in invoke("validate", "--record", str(tmp_path / "r.json"), code=1)
+
+
+def test_bench_needs_a_gpu():
+    assert invoke("bench", code=1).count("\n") == 1
+    assert "case: got 'nothing'" in invoke("bench", "--case", "nothing", code=1)
+
+
+def test_kernels_list_counts_and_explains():
+    output = invoke("kernels", "list")
+    specs = _select.all_specs()
+    assert f"{len(specs)} variants" in output and "because" in output
+    assert all(spec.name in output for spec in specs)
+
+
+def test_kernels_compile(fake_compile):
+    asked, fail = fake_compile
+    output = invoke("kernels", "compile", "bf16", "--fresh")
+    assert asked and all("bf16" in spec.name for spec in asked)
+    assert "168" in output and "230000" in output and "1.25" in output
+    fail.append(True)
+    assert "kernel_sm80.cuh:3" in invoke("kernels", "compile", "combine", code=1)
+    assert "kernel: got 'nothing'" in invoke("kernels", "compile", "nothing", code=1)
+
+
+def test_kernels_dump(fake_compile, monkeypatch, tmp_path):
+    monkeypatch.setattr(runtime_compile, "ptx", lambda spec: "// ptx")
+    monkeypatch.setattr(inspect, "sass", lambda cubin: "// sass")
+    invoke("kernels", "dump", "sched_meta", "--to", str(tmp_path / "dump"))
+    assert {path.suffix for path in (tmp_path / "dump").iterdir()} == {".cu", ".cubin", ".log", ".ptx", ".sass"}
+
+
+def test_kernels_dump_goes_on_without_a_disassembler(fake_compile, monkeypatch, tmp_path):
+    def missing(cubin):
+        raise FlashMLAError("sass: neither nvdisasm nor cuobjdump found")
+
+    monkeypatch.setattr(runtime_compile, "ptx", lambda spec: "// ptx")
+    monkeypatch.setattr(inspect, "sass", missing)
+    assert "neither nvdisasm" in invoke("kernels", "dump", "sched_meta", "--to", str(tmp_path))
+
+
+def test_kernels_watch_compiles_what_changed(fake_compile, monkeypatch):
+    from flashmla_cupy.runtime import source
+
+    digests = iter("aab")
+    current = {}
+    monkeypatch.setattr(source, "digest", lambda spec: current["digest"])
+
+    def next_round(seconds):
+        current["digest"] = next(digests)
+
+    next_round(0)
+    monkeypatch.setattr("time.sleep", next_round)
+    invoke("kernels", "watch", "sched_meta", "--rounds", "2")
+    assert len(fake_compile[0]) == 1
+    current["digest"] = "a"
+    digests = iter("bb")
+    invoke("kernels", "watch", "sched_meta", "--rounds", "2")
+    assert len(fake_compile[0]) == 3
+
+
+def test_schedule_draws_the_plan(tmp_path):
+    pytest.importorskip("matplotlib")
+    output = invoke("schedule", "--lengths", "4096x3,65,0", "--sm-count", "20", "--png", str(tmp_path / "plan.png"))
+    assert "5 requests, 194 KV blocks over 10 SM parts" in output and "█" in output
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message", [(("--lengths", "12,x"), "lengths: got 'x'"), (("--h-q", "10", "--h-kv", "3"), "h-kv: got 3")]
+)
+def test_schedule_refuses(arguments, message):
+    assert message in invoke("schedule", *arguments, code=1)
+
+
+def test_schedule_of_many_requests_fits_the_screen():
+    lines = invoke("schedule", "--batch", "500", "--varlen", "--mean", "700").splitlines()
+    assert len(lines) < 45 and max(map(len, lines[:-3])) <= 160
+
+
+def test_env():
+    facts = json.loads(invoke("env", "--json"))
+    assert facts["gpu"] is None and len(facts["variables"]) == 8
+    output = invoke("env")
+    assert all(name in output for name in facts["variables"])
+
+
+def test_cache_commands(fresh_runtime, monkeypatch, tmp_path):
+    assert "0 kernels" in invoke("cache", "info")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "old.kernel").write_bytes(b"x")
+    assert "1 kernels" in invoke("cache", "info")
+    assert "removed 1 kernels" in invoke("cache", "clear")
+    monkeypatch.setattr(runtime_compile, "compile_cubin", lambda spec, **_: _raise(spec))
+    output = invoke("cache", "warmup", "combine", code=1)
+    assert "no compiler" in output and "failed" in output
+
+
+def _raise(spec):
+    raise FlashMLAError(f"{spec.name}: no compiler")
+
+
+def test_from_a_checkout():
+    done = subprocess.run([sys.executable, "cli.py", "--version"], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("flashmla_cupy ")
+
+
+def test_detect_without_a_gpu():
+    found = machine.detect()
+    assert not found.gpu and found.sm_count == machine.H200_SM_COUNT and found.healthy()
