@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 _EXPORTS = {  # public name -> module that defines it, imported at first use
     "get_mla_metadata": "flashmla_cupy.ops.sched_meta",
     "flash_mla_with_kvcache": "flashmla_cupy.ops.dense_decode",
+    "mla_workspace_bytes": "flashmla_cupy.ops.dense_decode",
     "merge_states": "flashmla_cupy.ops.combine",
     "FlashMLAError": "flashmla_cupy.errors",
     "KernelCompileError": "flashmla_cupy.errors",

@@ -27,12 +27,19 @@ __device__ __forceinline__ void store_row_16bit(const float (&o)[2][64], float i
 
 template <int kOffset>
 __device__ __forceinline__ void store_row_f32(const float (&o)[2][64], float inv_sum, float* row) {
-  if (row == nullptr) return;
+  const bool odd = tile::lane_id() & 1;
+  const int col = (tile::lane_id() & 2) * 2 + (odd ? 8 : 0);
 #pragma unroll
-  for (int i = 0; i < 32; i++)
-    reinterpret_cast<float2*>(row + 8 * i)[tile::lane_id() & 3] =
-        make_float2(normalised(o[i / 16][4 * (i % 16) + kOffset], inv_sum),
-                    normalised(o[i / 16][4 * (i % 16) + kOffset + 1], inv_sum));
+  for (int i = 0; i < 16; i++) {  // two groups of 8 columns: even lanes collect the first, odd lanes the second
+    const int k = 8 * (i % 8) + kOffset;
+    const float2 a = make_float2(normalised(o[i / 8][k], inv_sum), normalised(o[i / 8][k + 1], inv_sum));
+    const float2 b = make_float2(normalised(o[i / 8][k + 4], inv_sum), normalised(o[i / 8][k + 5], inv_sum));
+    const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, odd ? a.x : b.x, 1),
+                                     __shfl_xor_sync(0xffffffffu, odd ? a.y : b.y, 1));
+    if (row != nullptr)
+      *reinterpret_cast<float4*>(row + 16 * i + col) =
+          odd ? make_float4(other.x, other.y, b.x, b.y) : make_float4(a.x, a.y, other.x, other.y);
+  }
 }
 
 }  // namespace flashmla::attention

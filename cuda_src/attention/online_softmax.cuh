@@ -12,8 +12,8 @@ namespace flashmla::attention {
 constexpr float kSlack = 8.0f;  // probabilities stay below 2^8, far inside bf16 and fp16
 
 struct RowState {
-  float max_log2 = -infinity();  // reference maximum, in log2 units
-  float sum = 0.0f;              // this thread's share of the row sum, relative to max_log2
+  float max_log2;  // reference maximum, in log2 units; -infinity() at first
+  float sum;       // this thread's share of the row sum, relative to max_log2; 0 at first
 
   // Takes the row maximum of a new tile (scaled, log2); returns the factor for what was accumulated before.
   __device__ __forceinline__ float update(float tile_max_log2) {

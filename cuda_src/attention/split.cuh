@@ -15,6 +15,7 @@ struct PartPlan {
   int end_req, end_block;
   bool begins_inside;  // begin_req was begun by an earlier part
   bool ends_inside;    // end_req goes on in the next part
+  int last_token;      // the last query token among the CTA's rows; the caller sets it
 };
 
 __device__ __forceinline__ PartPlan load_part_plan(const int32_t* metadata, int part, int num_sm_parts, int batch) {

@@ -6,8 +6,9 @@
 //         second fragment; there are never more than that, and a CTA without one returns. Direct mode (metadata null,
 //         grid.y = 1): n_direct partial results of every row.
 // block   8 warps; warps_per_row of them share the partials of one row and add up in shared memory
-// PDL     everything is read after griddepcontrol.wait, which every CTA executes: a later grid may rely on this one's
-//         completion to mean that the split kernel completed too.
+// PDL     the plan is read before griddepcontrol.wait: the split kernel lets this grid start only after its own wait, so
+//         the kernel that wrote the plan is done. The partial results are read after the wait, which every CTA executes:
+//         the completion of this grid implies that of the split kernel.
 #pragma once
 #include "combine/config.cuh"
 #include "common/math.cuh"
@@ -84,21 +85,33 @@ __device__ __forceinline__ int nth_split_request(const CombineParams& params, in
 }
 
 template <class Config>
+__device__ __forceinline__ void load_partial(const float* src, int columns, float4 (&o)[Config::kVectors]) {
+#pragma unroll
+  for (int v = 0; v < Config::kVectors; v++) {
+    const int col = 128 * v + 4 * (threadIdx.x % 32);
+    if (col < columns) o[v] = *reinterpret_cast<const float4*>(src + col);
+  }
+}
+
+template <class Config>
 __device__ __forceinline__ void kernel(const CombineParams& params) {
   using Element = typename Config::Element;
   ptx::griddepcontrol_launch_dependents();
-  ptx::griddepcontrol_wait();
 
   int req = 0;
   Partials partials{params.n_direct, 0, 0, 1};
+  bool active = true;
   if (params.metadata != nullptr) {
     const int part = nth_split_request(params, blockIdx.y);
-    if (part < 1) return;
-    req = params.metadata[8 * part];
-    if (req < 0 || req >= params.batch) return;
-    const int splits = params.num_splits[req + 1] - params.num_splits[req];
-    partials = {min(max(splits, 1), params.num_sm_parts - part + 1), 2 * part - 1, 2 * part - 2, 2};
+    active = part >= 1;
+    if (active) {
+      req = min(max(params.metadata[8 * part], 0), params.batch - 1);
+      const int splits = params.num_splits[req + 1] - params.num_splits[req];
+      partials = {min(max(splits, 1), params.num_sm_parts - part + 1), 2 * part - 1, 2 * part - 2, 2};
+    }
   }
+  ptx::griddepcontrol_wait();
+  if (!active) return;
 
   const int rows = params.s_q * params.heads_per_kv;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -110,6 +123,10 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
   const int token = row / params.heads_per_kv, head = blockIdx.z * params.heads_per_kv + row % params.heads_per_kv;
 
   const float* lse = params.lse_partial + row_index;
+  const float* o_partial = params.o_partial + row_index * params.d_v;
+  float4 o[Config::kVectors];  // of this warp's next partial; the first is on its way while the weights are found
+  if (share < partials.count)
+    load_partial<Config>(o_partial + partials.slot(share) * slot_stride * params.d_v, params.d_v, o);
   const float lse_log2 = total_lse_log2(lse, partials, slot_stride, params.lse_in_scale);
   if (valid && share == 0 && lane == 0)
     params.lse[req * params.lse_stride_batch + head * params.lse_stride_head + token * params.lse_stride_token] =
@@ -120,20 +137,19 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
 
   extern __shared__ __align__(16) float partial_sums[];  // (kWarps, kColumns)
   for (int first_col = 0; first_col < params.d_v; first_col += Config::kColumns) {
+    const int columns = params.d_v - first_col;
     float4 acc[Config::kVectors];
 #pragma unroll
     for (int v = 0; v < Config::kVectors; v++) acc[v] = make_float4(0, 0, 0, 0);
 #pragma unroll 2
     for (int i = share; i < partials.count; i += params.warps_per_row) {
       const int64_t index = partials.slot(i) * slot_stride;
+      if (i > share || first_col > 0) load_partial<Config>(o_partial + index * params.d_v + first_col, columns, o);
       const float x = lse[index] * params.lse_in_scale;
-      if (x == -infinity()) continue;  // attended to nothing; its output is not looked at
+      if (x == -infinity()) continue;  // attended to nothing; its output does not count, whatever it is
       const float weight = ptx::ex2_approx_ftz(x - lse_log2);
-      const float* src = params.o_partial + (index + row_index) * params.d_v + first_col + 4 * lane;
 #pragma unroll
-      for (int v = 0; v < Config::kVectors; v++)
-        if (first_col + 128 * v + 4 * lane < params.d_v)
-          add_scaled(acc[v], weight, *reinterpret_cast<const float4*>(src + 128 * v));
+      for (int v = 0; v < Config::kVectors; v++) add_scaled(acc[v], weight, o[v]);
     }
     if (params.warps_per_row > 1) {
       float4* mine = reinterpret_cast<float4*>(partial_sums + warp * Config::kColumns) + lane;
@@ -154,11 +170,9 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
                      token * params.out_stride_token + head * params.out_stride_head + first_col + 4 * lane;
 #pragma unroll
       for (int v = 0; v < Config::kVectors; v++) {
-        if (first_col + 128 * v + 4 * lane < params.d_v) {
-          const float4 o = acc[v];
-          store4<Element>(dst + 128 * v, make_float4(o.x * sink_factor, o.y * sink_factor, o.z * sink_factor,
-                                                     o.w * sink_factor));
-        }
+        if (128 * v + 4 * lane < columns)
+          store4<Element>(dst + 128 * v, make_float4(acc[v].x * sink_factor, acc[v].y * sink_factor,
+                                                     acc[v].z * sink_factor, acc[v].w * sink_factor));
       }
     }
   }

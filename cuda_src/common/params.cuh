@@ -26,6 +26,8 @@ struct DenseDecodeParams {
   int32_t box_tokens;          // tokens of one TMA box: min(64, page_size)
   int32_t max_seqlen;          // what the block table (or the contiguous cache) can hold; longer lengths are clipped
   float scale_log2;            // softmax_scale * log2(e)
+  uint32_t heads_per_kv_magic; // division by heads_per_kv, see common/math.cuh
+  int32_t heads_per_kv_shift;
 };
 
 struct CombineParams {

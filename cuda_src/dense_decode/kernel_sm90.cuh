@@ -51,17 +51,24 @@ using tile::smem_addr;
 constexpr uint32_t kScoreBarrier = 1;   // named barriers: one a consumer warpgroup
 constexpr uint32_t kOutputBarrier = 2;  // + half
 
+// The query token and the head of a row; rows are (token, head of the KV head's group).
+__device__ __forceinline__ int row_token(const DenseDecodeParams& params, int row) {
+  return divide_by_magic(row, params.heads_per_kv_magic, params.heads_per_kv_shift);
+}
+__device__ __forceinline__ int row_head(const DenseDecodeParams& params, int row, int token) {
+  return blockIdx.y * params.heads_per_kv + row - token * params.heads_per_kv;
+}
+
 // Causal: the number of tokens a query row sees. Query token i of s_q sees seqlen - s_q + i + 1.
 __device__ __forceinline__ int visible_tokens(const DenseDecodeParams& params, int seqlen, int row) {
-  return params.causal ? seqlen - params.s_q + row / params.heads_per_kv + 1 : seqlen;
+  return params.causal ? seqlen - params.s_q + row_token(params, row) + 1 : seqlen;
 }
 
 // The fragment of a request that this CTA works on. Every role derives the same sequence of blocks from it.
 __device__ __forceinline__ Fragment load_fragment(const DenseDecodeParams& params, const PartPlan& plan, int req) {
   const int seqlen = min(max(__ldg(params.cache_seqlens + req), 0), params.max_seqlen);
-  const int rows = params.s_q * params.heads_per_kv;
-  const int last_row = min((int)(blockIdx.x + 1) * 64, rows) - 1;
-  Fragment fragment = attention::fragment_of(plan, req, seqlen, min(visible_tokens(params, seqlen, last_row), seqlen));
+  const int visible = params.causal ? seqlen - params.s_q + plan.last_token + 1 : seqlen;
+  Fragment fragment = attention::fragment_of(plan, req, seqlen, min(visible, seqlen));
   // Called without room for partial results: the host knows that nothing is cut. Stale metadata must not fault.
   if (params.o_partial == nullptr) fragment.slot = -1;
   return fragment;
@@ -120,47 +127,69 @@ __device__ __forceinline__ void load_tile(const DenseDecodeParams& params, const
   for (int box = 0; box < boxes; box++) {
     if (box > 0) first = locate(params, at.req, first_token + box * params.box_tokens);
     ptx::cp_async_bulk_tensor_5d(dst + box * box_bytes, &params.k_map, full, 0, first.token, tile_index, blockIdx.y,
-                                 first.page, ptx::kL2EvictFirst);
+                                 first.page);
   }
 }
 
 // ---- scores -----------------------------------------------------------------------------------------------------
-// A query row in global memory. Rows past the last one repeat it: their results are never stored.
+// A query row in global memory; rows past the last one give the last.
 template <class Element>
 __device__ __forceinline__ const Element* query_row(const DenseDecodeParams& params, int req, int row) {
   row = min(row, params.s_q * params.heads_per_kv - 1);
-  const int token = row / params.heads_per_kv, head = blockIdx.y * params.heads_per_kv + row % params.heads_per_kv;
+  const int token = row_token(params, row), head = row_head(params, row, token);
   return reinterpret_cast<const Element*>(params.q) + req * params.q_stride_batch + token * params.q_stride_token +
          head * params.q_stride_head;
 }
 
 // Q of one request: the first kQRegSteps x 16 dims as wgmma A fragments, straight from global memory; the rest,
-// swizzled, to shared memory.
+// swizzled, to shared memory. Rows past the last are zero: multiplying zeros takes the least power, and the clock of a
+// loaded chip follows its power.
 template <class Config>
 __device__ __forceinline__ void load_query(const DenseDecodeParams& params, int req, typename Config::Storage& smem,
                                            uint32_t (&q)[Config::kQRegSteps][4]) {
   using Element = typename Config::Element;
-  const int first_row = blockIdx.x * Config::kRows;
+  const int first_row = blockIdx.x * Config::kRows, rows = params.s_q * params.heads_per_kv;
   ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
 #pragma unroll 1
   for (int i = threadIdx.x % 128; i < 64 * 8; i += 128) {
     const int row = i / 8, chunk = i % 8;
     const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, first_row + row)) + chunk;
+    const bool valid = first_row + row < rows;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int t = 7; t < Config::kTiles; t++)
-      ptx::st_shared_v4(smem_addr(smem.q[t - 7]) + tile::swizzle_128b(row, chunk), __ldg(src + 8 * t));
-    if (chunk >= 6) ptx::st_shared_v4(smem_addr(smem.q_piece) + tile::swizzle_32b(row, chunk - 6), __ldg(src + 8 * 6));
+      ptx::st_shared_v4(smem_addr(smem.q[t - 7]) + tile::swizzle_128b(row, chunk), valid ? __ldg(src + 8 * t) : zero);
+    if (chunk >= 6)
+      ptx::st_shared_v4(smem_addr(smem.q_piece) + tile::swizzle_32b(row, chunk - 6), valid ? __ldg(src + 8 * 6) : zero);
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
+  // A lane loads 16 bytes of its row; four lanes then trade, so that each holds its columns of two steps. As many loads
+  // are in flight at once as there are registers for.
+  constexpr int kPairs = (Config::kQRegSteps + 1) / 2, kInFlight = kPairs / 2;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const uint32_t* src = reinterpret_cast<const uint32_t*>(
-        query_row<Element>(params, req, first_row + tile::fragment_row() + 8 * r) + tile::fragment_col());
+    const int row = first_row + tile::fragment_row_again() + 8 * r;
+    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, row)) + (tile::lane_id() & 3);
+    const uint32_t keep = row < rows ? ~0u : 0u;
 #pragma unroll
-    for (int k = 0; k < Config::kQRegSteps; k++) {
-      q[k][r] = __ldg(src + 8 * k);
-      q[k][2 + r] = __ldg(src + 8 * k + 4);
+    for (int first = 0; first < kPairs; first += kInFlight) {
+      uint4 chunk[kInFlight];
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kInFlight; i++) chunk[i] = ptx::ld_global_nc_v4(src + 4 * (first + i));
+#pragma unroll
+      for (int i = 0; i < kInFlight; i++) {
+        uint32_t v[4] = {chunk[i].x & keep, chunk[i].y & keep, chunk[i].z & keep, chunk[i].w & keep};
+        tile::quad_transpose(v);
+        const int k = 2 * (first + i);
+        q[k][r] = v[0];
+        q[k][2 + r] = v[1];
+        if (k + 1 < Config::kQRegSteps) {
+          q[k + 1][r] = v[2];
+          q[k + 1][2 + r] = v[3];
+        }
+      }
     }
   }
 }
@@ -219,7 +248,7 @@ __device__ __forceinline__ void store_lse(const DenseDecodeParams& params, int s
   if (slot >= 0) {
     params.lse_partial[((int64_t)slot * params.h_kv + blockIdx.y) * rows + row] = lse_log2;
   } else {
-    const int token = row / params.heads_per_kv, head = blockIdx.y * params.heads_per_kv + row % params.heads_per_kv;
+    const int token = row_token(params, row), head = row_head(params, row, token);
     params.lse[req * params.lse_stride_batch + head * params.lse_stride_head + token * params.lse_stride_token] =
         lse_log2 * kLn2;
   }
@@ -245,7 +274,10 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
   uint32_t q[Config::kQRegSteps][4];
   float s[32];
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
-    attention::RowState state0, state1;
+    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
+    const int rows = params.s_q * params.heads_per_kv, row = first_row + tile::fragment_row_again();
+    attention::RowState state0{row < rows ? -infinity() : infinity(), 0.0f};
+    attention::RowState state1{row + 8 < rows ? -infinity() : infinity(), 0.0f};
     int block, end_block, unmasked_blocks;
     {
       const Fragment fragment = load_fragment(params, plan, req);
@@ -292,7 +324,6 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full));
     }
     const int slot = load_fragment(params, plan, req).slot;
-    const int row = first_row + tile::fragment_row();
     store_lse(params, slot, req, row, state0.max_log2 + ptx::lg2_approx_ftz(state0.sum));
     store_lse(params, slot, req, row + 8, state1.max_log2 + ptx::lg2_approx_ftz(state1.sum));
   }
@@ -382,7 +413,7 @@ __device__ __forceinline__ void store_output_row(const DenseDecodeParams& params
                  (((int64_t)fragment.slot * params.h_kv + blockIdx.y) * rows + row) * Config::kHeadDimV + 256 * half;
     attention::store_row_f32<kOffset>(o, inv_sum, row < rows ? dst : nullptr);
   } else {
-    const int token = row / params.heads_per_kv, head = blockIdx.y * params.heads_per_kv + row % params.heads_per_kv;
+    const int token = row_token(params, row), head = row_head(params, row, token);
     Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch +
                    token * params.out_stride_token + head * params.out_stride_head + 256 * half;
     attention::store_row_16bit<Element, kOffset>(o, inv_sum, row < rows ? dst : nullptr);
@@ -455,12 +486,12 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
     }
     float inv_sum0 = 0.0f, inv_sum1 = 0.0f;
     if (!empty) {
-      inv_sum0 = smem.inv_sum[tile::fragment_row()];
-      inv_sum1 = smem.inv_sum[tile::fragment_row() + 8];
+      inv_sum0 = smem.inv_sum[tile::fragment_row_again()];
+      inv_sum1 = smem.inv_sum[tile::fragment_row_again() + 8];
       arrive_once_per_warp(smem_addr(&smem.p_empty));
     }
     const Fragment fragment = load_fragment(params, plan, req);
-    const int row = blockIdx.x * Config::kRows + tile::fragment_row();
+    const int row = blockIdx.x * Config::kRows + tile::fragment_row_again();
     store_output_row<Config, 0>(params, fragment, req, half, row, o, inv_sum0);
     store_output_row<Config, 2>(params, fragment, req, half, row + 8, o, inv_sum1);
     // Not before: this waits for Q K^T of the next request.
@@ -495,11 +526,15 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
     ptx::prefetch_tensormap(&params.k_map);
     init_barriers<Config>(smem);
   }
-  ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
+  // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
+  ptx::griddepcontrol_launch_dependents();
 
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
     smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
+    const int last_row = min((int)(blockIdx.x + 1) * Config::kRows, params.s_q * params.heads_per_kv) - 1;
+    smem.plan.last_token = row_token(params, last_row);
+  }
   __syncthreads();
   const PartPlan& plan = smem.plan;  // read where needed: registers are scarce in every role
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);

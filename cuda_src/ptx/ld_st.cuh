@@ -1,4 +1,4 @@
-// Explicit shared-memory accesses by 32-bit address.
+// Loads and stores that say which memory they mean, and stay where they are written.
 #pragma once
 #include "common/types.cuh"
 
@@ -7,6 +7,16 @@ namespace flashmla::ptx {
 __device__ __forceinline__ void st_shared_v4(uint32_t addr, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
+}
+
+// 16 bytes of global memory that nothing writes during this grid.
+__device__ __forceinline__ uint4 ld_global_nc_v4(const void* addr) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(addr)
+               : "memory");
+  return v;
 }
 
 }  // namespace flashmla::ptx

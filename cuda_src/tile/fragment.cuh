@@ -2,6 +2,7 @@
 #pragma once
 #include "common/types.cuh"
 #include "ptx/math.cuh"
+#include "ptx/special_register.cuh"
 
 namespace flashmla::tile {
 
@@ -10,6 +11,11 @@ __device__ __forceinline__ int warp_in_group() { return (threadIdx.x >> 5) & 3; 
 
 // A thread holds rows fragment_row() and fragment_row() + 8; the four lanes of a quad share them.
 __device__ __forceinline__ int fragment_row() { return warp_in_group() * 16 + lane_id() / 4; }
+// The same, worked out anew at each call: for use after loops whose registers are all taken.
+__device__ __forceinline__ int fragment_row_again() {
+  const int thread = ptx::tid_x() & 127;
+  return thread / 32 * 16 + thread % 32 / 4;
+}
 // First of the two adjacent columns a thread holds in each group of 8.
 __device__ __forceinline__ int fragment_col() { return (lane_id() & 3) * 2; }
 

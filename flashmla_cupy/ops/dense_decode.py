@@ -14,6 +14,7 @@ import cupy
 import numpy as np
 
 from flashmla_cupy import backends
+from flashmla_cupy.runtime import params as kernel_params
 from flashmla_cupy.runtime import tensor_map
 from flashmla_cupy.runtime.device import gpu_available
 
@@ -276,10 +277,11 @@ class _Plan:
                    **_element_strides("lse", _strides(lse, self.lse_shape, np.dtype(np.float32)), np.dtype(np.float32),
                                       "batch head token")}
         sizes = dict(batch=p.batch, s_q=p.s_q, heads_per_kv=p.heads_per_kv, h_kv=p.h_kv, num_sm_parts=self.parts)
+        magic, shift = kernel_params.divisor(p.heads_per_kv)
         self.params = _device.ParamTemplate(
             "DenseDecodeParams", **strides, **sizes, block_table_stride=0 if table is None else table.strides[0] // 4,
             causal=p.causal, page_size=p.page_size, box_tokens=self._map_arguments["box"][1], max_seqlen=p.max_seqlen,
-            scale_log2=p.softmax_scale * math.log2(math.e))
+            scale_log2=p.softmax_scale * math.log2(math.e), heads_per_kv_magic=magic, heads_per_kv_shift=shift)
         if self.splits:
             warps = combine.warps_per_row(self.parts / p.batch)
             self.combine = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)

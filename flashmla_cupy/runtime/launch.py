@@ -61,20 +61,20 @@ class Kernel:
     def launch(
         self,
         grid: tuple[int, int, int],
-        params: np.ndarray,
+        params: bytes | np.ndarray,
         pdl: bool = False,
         stream_ptr: int | None = None,
     ) -> None:
         """Enqueue one launch of grid (x, y, z) blocks; x must be a multiple of the cluster.
 
-        `params` is a record of params.new(spec.params); it is copied, so the caller may reuse it at once. `pdl` lets
+        `params` is a record of params.new(spec.params), or its bytes; copied, so the caller may reuse it at once. `pdl` lets
         the launch begin before its predecessor on the stream ends (the kernel must wait with griddepcontrol).
         `stream_ptr` None is CuPy's current stream. Raises FlashMLAError with the driver's error.
         """
         if stream_ptr is None:
             stream_ptr = _current_stream_ptr()
         state = self._state
-        state.view[:] = params.tobytes()
+        state.view[:] = params if isinstance(params, bytes) else params.tobytes()
         config = state.configs[pdl and self._allow_pdl]
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.hStream = stream_ptr

@@ -11,6 +11,7 @@ _KINDS = {  # kind -> (NumPy format, bytes, alignment in C++)
     "ptr": ("<u8", 8, 8),
     "i64": ("<i8", 8, 8),
     "i32": ("<i4", 4, 4),
+    "u32": ("<u4", 4, 4),
     "f32": ("<f4", 4, 4),
     "map": (("u1", (128,)), 128, 64),
 }
@@ -24,6 +25,8 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
         ("i64", f"q_stride_batch q_stride_token q_stride_head {_OUT} {_LSE} block_table_stride"),
         ("i32", "batch s_q heads_per_kv h_kv num_sm_parts causal page_size box_tokens max_seqlen"),
         ("f32", "scale_log2"),
+        ("u32", "heads_per_kv_magic"),
+        ("i32", "heads_per_kv_shift"),
     ],
     "CombineParams": [
         ("ptr", "o_partial lse_partial out lse metadata num_splits attn_sink"),
@@ -64,6 +67,12 @@ def new(name: str) -> np.ndarray:
     """One zeroed record of struct `name`, shape (). Set fields with `record["field"] = value`, or
     (faster) all at once with `record[()] = (...)` in the order of declaration."""
     return np.zeros((), STRUCTS[name])
+
+
+def divisor(value: int) -> tuple[int, int]:
+    """(magic, shift) with which common/math.cuh's divide_by_magic divides by `value` >= 1."""
+    shift = max(value - 1, 0).bit_length() - 1
+    return (0, 0) if value == 1 else (-(-(1 << 32 + shift) // value), shift)
 
 
 def static_asserts(name: str) -> str:
