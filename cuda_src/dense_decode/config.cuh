@@ -22,7 +22,7 @@ struct alignas(1024) SharedStorage {
   float inv_sum[64];         // per row: 1 / row sum, valid with the last block of a fragment
   uint64_t half_full[2][kStages][4], half_empty[2][kStages];
   uint64_t rope_full, rope_empty;
-  uint64_t p_full, p_empty;
+  uint64_t p_full[2], p_empty;
   attention::PartPlan plan;
   attention::BlockPosition next_half[2][4], next_rope;  // what each loading warp loads next
 };
@@ -37,7 +37,6 @@ struct Config {
   static constexpr int kTiles = kHeadDimQK / 64;
   static constexpr int kQRegSteps = 27;                // of 16 dims each: dims 0-431 of Q are register operands
   static constexpr int kStages = 3;
-  static constexpr bool kDeferP = false;
   static_assert(kHeadDimQK == 576 || kHeadDimQK == 512, "d_qk is 576 or 512");
 
   static constexpr int kThreads = 384;  // a score and two output warpgroups

@@ -150,17 +150,28 @@ __device__ __forceinline__ void load_query(const DenseDecodeParams& params, int 
   using Element = typename Config::Element;
   const int first_row = blockIdx.x * Config::kRows, rows = params.s_q * params.heads_per_kv;
   ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
+  // Tiles 7 and up and the piece of tile 6: a thread copies one 16-byte column chunk of four rows, two at a time.
+  const int chunk = ptx::tid_x() % 8;
+  constexpr int kSmemTiles = Config::kTiles - 7;
 #pragma unroll 1
-  for (int i = threadIdx.x % 128; i < 64 * 8; i += 128) {
-    const int row = i / 8, chunk = i % 8;
-    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, first_row + row)) + chunk;
-    const bool valid = first_row + row < rows;
-    const uint4 zero = make_uint4(0, 0, 0, 0);
+  for (int first = ptx::tid_x() % 128 / 8; first < 64; first += 32) {
+    uint4 v[2][kSmemTiles + 1];
 #pragma unroll
-    for (int t = 7; t < Config::kTiles; t++)
-      ptx::st_shared_v4(smem_addr(smem.q[t - 7]) + tile::swizzle_128b(row, chunk), valid ? __ldg(src + 8 * t) : zero);
-    if (chunk >= 6)
-      ptx::st_shared_v4(smem_addr(smem.q_piece) + tile::swizzle_32b(row, chunk - 6), valid ? __ldg(src + 8 * 6) : zero);
+    for (int i = 0; i < 2; i++) {
+      const int row = first_row + first + 16 * i;
+      const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, row)) + chunk;
+#pragma unroll
+      for (int t = 0; t <= kSmemTiles; t++)
+        v[i][t] = row < rows ? ptx::ld_global_nc_v4(src + 8 * (6 + t)) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int row = first + 16 * i;
+#pragma unroll
+      for (int t = 0; t < kSmemTiles; t++)
+        ptx::st_shared_v4(smem_addr(smem.q[t]) + tile::swizzle_128b(row, chunk), v[i][t + 1]);
+      if (chunk >= 6) ptx::st_shared_v4(smem_addr(smem.q_piece) + tile::swizzle_32b(row, chunk - 6), v[i][0]);
+    }
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
@@ -205,8 +216,8 @@ __device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)
     const bool rope = t == 8;
     const int half = rope ? 0 : t / 4;
     tile::wait(smem_addr(rope ? &smem.rope_full : &smem.half_full[half][stage][t % 4]), rope ? rope_phase : phase);
-    if (t == Config::kTiles - 1) ptx::wgmma_commit_group();
     ptx::wgmma_fence();
+    if (t == Config::kTiles - 1) ptx::wgmma_commit_group();
     const uint64_t k_desc = tile::k_major_desc(smem_addr(rope ? smem.k_rope[0] : smem.k_half[half][stage][t % 4]));
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -286,13 +297,11 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       unmasked_blocks = visible_tokens(params, fragment.seqlen, first_row) / Config::kBlock;
     }
     if (block < end_block) load_query<Config>(params, req, smem, q);
-    bool pending = false;
+    bool pending = false;  // P of the block before is not announced to output warpgroup 1 yet
     for (; block < end_block; block++) {
       issue_scores<Config>(s, q, smem, k_ring.stage, k_ring.phase, parity);
-      if (Config::kDeferP) {
-        ptx::wgmma_wait_group<1>();
-        if (pending) arrive_once_per_warp(smem_addr(&smem.p_full));
-      }
+      ptx::wgmma_wait_group<1>();
+      if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
       ptx::wgmma_wait_group<0>();
       if (Config::kTiles > 8) arrive_once_per_warp(smem_addr(&smem.rope_empty));
       k_ring.advance();
@@ -320,8 +329,9 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
           smem.inv_sum[row + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
         }
       }
-      pending = Config::kDeferP && block + 1 < end_block;
-      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full));
+      arrive_once_per_warp(smem_addr(&smem.p_full[0]));
+      pending = block + 1 < end_block;
+      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
     }
     const int slot = load_fragment(params, plan, req).slot;
     store_lse(params, slot, req, row, state0.max_log2 + ptx::lg2_approx_ftz(state0.sum));
@@ -339,7 +349,7 @@ struct Loader {
   const PartPlan& plan;
   typename Config::Storage& smem;
 
-  static constexpr bool kRope = half == 1 && Config::kTiles > 8;
+  static constexpr bool kRope = half == 0 && Config::kTiles > 8;
   __device__ __forceinline__ bool is_rope_warp() const { return kRope && tile::warp_in_group() == 2; }
   __device__ __forceinline__ BlockPosition& next_half() const { return smem.next_half[half][tile::warp_in_group()]; }
 
@@ -347,7 +357,7 @@ struct Loader {
     if (ptx::elect_sync()) {
       first_block(params, plan, next_half());
       if (is_rope_warp()) smem.next_rope = next_half();
-      for (int stage = 0; stage < Config::kStages; stage++) load_half(stage, 1);
+      for (int stage = 0; stage < Config::kStages; stage++) load_half(stage, 1, locate_next(next_half()));
       if (is_rope_warp()) {
         load_rope(0);
         load_rope(1);
@@ -355,25 +365,27 @@ struct Loader {
     }
     __syncwarp();
   }
+  // Where the next block lies; token -1: there is none.
+  __device__ __forceinline__ PageToken locate_next(const BlockPosition& next) const {
+    if (next.req > plan.end_req) return {0, -1};
+    return locate(params, next.req, next.block * Config::kBlock);
+  }
   // Into `stage`, once every warp has left it (parity of half_empty).
-  __device__ __forceinline__ void load_half(int stage, uint32_t empty_parity) const {
-    BlockPosition& next = next_half();
-    if (next.req > plan.end_req) return;
-    const PageToken at = locate(params, next.req, next.block * Config::kBlock);
+  __device__ __forceinline__ void load_half(int stage, uint32_t empty_parity, PageToken at) const {
+    if (at.token < 0) return;
     const int warp = tile::warp_in_group();
     tile::wait(smem_addr(&smem.half_empty[half][stage]), empty_parity);
-    load_tile(params, next, at, smem_addr(smem.k_half[half][stage][warp]),
+    load_tile(params, next_half(), at, smem_addr(smem.k_half[half][stage][warp]),
               smem_addr(&smem.half_full[half][stage][warp]), 4 * half + warp);
-    next_block(params, plan, next);
+    next_block(params, plan, next_half());
   }
   // The index-th RoPE tile of this CTA.
   __device__ __forceinline__ void load_rope(uint32_t index) const {
-    BlockPosition& next = smem.next_rope;
-    if (next.req > plan.end_req) return;
-    const PageToken at = locate(params, next.req, next.block * Config::kBlock);
+    const PageToken at = locate_next(smem.next_rope);
+    if (at.token < 0) return;
     tile::wait(smem_addr(&smem.rope_empty), (index & 1) ^ 1);
-    load_tile(params, next, at, smem_addr(smem.k_rope[0]), smem_addr(&smem.rope_full), 8);
-    next_block(params, plan, next);
+    load_tile(params, smem.next_rope, at, smem_addr(smem.k_rope[0]), smem_addr(&smem.rope_full), 8);
+    next_block(params, plan, smem.next_rope);
   }
 };
 
@@ -449,17 +461,16 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
     }
     const bool empty = block == end_block;
     for (bool first = true; block < end_block; block++, first = false) {
-      tile::wait(smem_addr(&smem.p_full), parity);
+      const uint32_t v_tiles = smem_addr(smem.k_half[half][k_ring.stage]);
+#pragma unroll
+      for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[half][k_ring.stage][t]), k_ring.phase);
+      tile::wait(smem_addr(&smem.p_full[half]), parity);
       parity ^= 1;
       // Registers hold three of the four steps of P; the fourth takes the place of the first once that is done with.
       uint32_t p[3][4];
 #pragma unroll
       for (int k = 0; k < 3; k++) ptx::ldmatrix_x4(fragment_addr(smem_addr(smem.p), k), p[k]);
       if (!first) rescale_output(smem.rescale, o);
-
-      const uint32_t v_tiles = smem_addr(smem.k_half[half][k_ring.stage]);
-#pragma unroll
-      for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[half][k_ring.stage][t]), k_ring.phase);
       if (block + 1 == end_block) zero_tail(params, plan, req, block, v_tiles, half);
       ptx::wgmma_fence();
       add_product<Config>(o, p[0], v_tiles, 0, !first);
@@ -474,13 +485,15 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
       ptx::wgmma_fence();
       add_product<Config>(o, p[0], v_tiles, 3, true);
       ptx::wgmma_commit_group();
-      if (loader.is_rope_warp() && block + 1 < end_block) {
-        if (ptx::elect_sync()) loader.load_rope(parity ^ 1);
-        __syncwarp();
-      }
+      PageToken ahead{0, -1};  // found while the products run
+      if (ptx::elect_sync()) ahead = loader.locate_next(loader.next_half());
+      __syncwarp();
       ptx::wgmma_wait_group<0>();
       arrive_once_per_warp(smem_addr(&smem.half_empty[half][k_ring.stage]));
-      if (ptx::elect_sync()) loader.load_half(k_ring.stage, k_ring.phase);
+      if (ptx::elect_sync()) {
+        loader.load_half(k_ring.stage, k_ring.phase, ahead);
+        if (loader.is_rope_warp() && block + 1 < end_block) loader.load_rope(parity ^ 1);
+      }
       __syncwarp();
       k_ring.advance();
     }
@@ -511,7 +524,7 @@ __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   }
   ptx::mbarrier_init(smem_addr(&smem.rope_full), 1);
   ptx::mbarrier_init(smem_addr(&smem.rope_empty), 4);
-  ptx::mbarrier_init(smem_addr(&smem.p_full), 4);
+  for (int half = 0; half < 2; half++) ptx::mbarrier_init(smem_addr(&smem.p_full[half]), 4);
   ptx::mbarrier_init(smem_addr(&smem.p_empty), 8);
   ptx::fence_mbarrier_init();
 }

@@ -16,7 +16,7 @@ from ._select import Problem
 
 KV_BLOCK_TOKENS = 64
 QUERY_ROWS_PER_BLOCK = 64
-OVERHEAD_BLOCKS = 5  # fixed cost of a fragment, in KV blocks
+OVERHEAD_BLOCKS = 4  # fixed cost of a fragment, in KV blocks (docs/perf-log.md)
 NOMINAL_SM_COUNT = 132  # where there is no GPU to ask: that of an H100 or H200
 _NO_FIXED_SEQLEN = -1
 

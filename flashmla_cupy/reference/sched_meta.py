@@ -25,7 +25,7 @@ def plan(
     num_sm_parts: int,
     *,
     block_size: int = 64,
-    overhead_blocks: int = 5,
+    overhead_blocks: int = 4,
     topk: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Spread the KV blocks of all requests over ``num_sm_parts`` parts of about equal cost.

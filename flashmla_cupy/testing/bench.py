@@ -288,7 +288,8 @@ class FirstCall:
 def first_calls() -> tuple[FirstCall, FirstCall]:
     """(cold, warm): a process with an empty cache, then one that finds the cubins. Raises FlashMLAError on failure."""
     with tempfile.TemporaryDirectory(prefix="flashmla-cache-") as folder:
-        environment = {**os.environ, env.CACHE_DIR.name: folder}
+        # NVRTC 13 keeps a cache of its own, where the driver's lies.
+        environment = {**os.environ, env.CACHE_DIR.name: folder, "CUDA_CACHE_PATH": folder}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in (*sys.path, os.environ.get("PYTHONPATH")) if p)
         rows = []
         for _ in range(2):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flashmla_cupy.reference.sched_meta import plan
 
-BLOCK, OVERHEAD = 64, 5
+BLOCK, OVERHEAD = 64, 4
 INT_MAX = 2**31 - 1
 
 lengths_of_requests = st.one_of(
