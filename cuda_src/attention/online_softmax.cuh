@@ -1,6 +1,6 @@
-// Online softmax over 64 x 64 score tiles held as wgmma accumulators, in base 2 with the caller's scale folded in.
-// The reference maximum follows the true one lazily: it moves only when a row exceeds it by more than kSlack, so the
-// output accumulators are rarely rescaled (FlashAttention-4 uses the same idea). Exact: the final division undoes it.
+// Online softmax over 64 x 64 score tiles held as wgmma accumulators, in base 2 with the caller's scale folded in
+// (FlashAttention). The running maximum is exact: the largest probability of a row is 1 and survives the rounding to
+// 16 bits, which a lagging maximum would spoil for rows that one key dominates.
 #pragma once
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -9,24 +9,24 @@
 
 namespace flashmla::attention {
 
-constexpr float kSlack = 8.0f;  // probabilities stay below 2^8, far inside bf16 and fp16
+// Below every score and finite, so that a row that has seen nothing needs no special case: 2^(-inf - kNothing) is 0,
+// and the log-sum-exp kNothing + log2(0) is -inf.
+constexpr float kNothing = -1e30f;
 
 struct RowState {
-  float max_log2;  // reference maximum, in log2 units; -infinity() at first
+  float max_log2;  // running maximum, in log2 units; kNothing at first
   float sum;       // this thread's share of the row sum, relative to max_log2; 0 at first
 
   // Takes the row maximum of a new tile (scaled, log2); returns the factor for what was accumulated before.
   __device__ __forceinline__ float update(float tile_max_log2) {
     float rescale = 1.0f;
-    if (tile_max_log2 > max_log2 + kSlack) {
+    if (tile_max_log2 > max_log2) {
       rescale = ptx::ex2_approx_ftz(max_log2 - tile_max_log2);
       max_log2 = tile_max_log2;
       sum *= rescale;
     }
     return rescale;
   }
-  // What to subtract: 0 while nothing was visible, so that -inf scores give 0 and not NaN.
-  __device__ __forceinline__ float offset() const { return max_log2 == -infinity() ? 0.0f : max_log2; }
 };
 
 // Scores whose column (token) is not below the row's limit become -inf; what was there (NaN included) is dropped.
@@ -55,15 +55,14 @@ __device__ __forceinline__ void row_max(const float (&s)[32], float& max0, float
   max1 = tile::quad_max(max1);
 }
 
-// s becomes exp2(s * scale - offset), added to the sums.
+// s becomes exp2(s * scale - max_log2), added to the sums.
 __device__ __forceinline__ void exponentiate(float (&s)[32], float scale_log2, RowState& row0, RowState& row1) {
-  const float offset0 = row0.offset(), offset1 = row1.offset();
 #pragma unroll
   for (int i = 0; i < 8; i++) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      s[4 * i + j] = ptx::ex2_approx_ftz(s[4 * i + j] * scale_log2 - offset0);
-      s[4 * i + 2 + j] = ptx::ex2_approx_ftz(s[4 * i + 2 + j] * scale_log2 - offset1);
+      s[4 * i + j] = ptx::ex2_approx_ftz(s[4 * i + j] * scale_log2 - row0.max_log2);
+      s[4 * i + 2 + j] = ptx::ex2_approx_ftz(s[4 * i + 2 + j] * scale_log2 - row1.max_log2);
       row0.sum += s[4 * i + j];
       row1.sum += s[4 * i + 2 + j];
     }

@@ -287,8 +287,8 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
     const int rows = params.s_q * params.heads_per_kv, row = first_row + tile::fragment_row_again();
-    attention::RowState state0{row < rows ? -infinity() : infinity(), 0.0f};
-    attention::RowState state1{row + 8 < rows ? -infinity() : infinity(), 0.0f};
+    attention::RowState state0{row < rows ? attention::kNothing : infinity(), 0.0f};
+    attention::RowState state1{row + 8 < rows ? attention::kNothing : infinity(), 0.0f};
     int block, end_block, unmasked_blocks;
     {
       const Fragment fragment = load_fragment(params, plan, req);
