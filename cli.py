@@ -72,6 +72,22 @@ def write_json(path: Path | None, content: Any) -> None:
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+def allow_experimental(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        from flashmla_cupy.ops import _select
+
+        ctx.with_resource(_select.experimental_kernels())
+
+
+EXPERIMENTAL = click.option(
+    "--experimental",
+    is_flag=True,
+    expose_value=False,
+    callback=allow_experimental,
+    help="Also run kernels that have no passing record of a GPU validation yet.",
+)
+
+
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(flashmla_cupy.__version__, message="flashmla_cupy %(version)s")
 def cli() -> None:
@@ -93,6 +109,7 @@ def cli() -> None:
 @click.option("--record", type=FILE, help="Write the evidence record of this GPU run (tests/records/validate_*.json).")
 @click.option("--json", "json_path", type=FILE, help="Write every check's outcome.")
 @click.option("--numpy", "force_numpy", is_flag=True, help="Check the NumPy backend even if there is a GPU.")
+@EXPERIMENTAL
 def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: Path | None, force_numpy: bool) -> None:
     """Run the kernels on hostile inputs and compare them with float64 references.
 
@@ -163,6 +180,7 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
 )
 @click.option("--plot", type=FILE, help="Write a roofline PNG.")
 @click.option("--json", "json_path", type=FILE, help="Write every figure.")
+@EXPERIMENTAL
 def bench(
     op: str,
     pattern: str | None,
@@ -421,13 +439,15 @@ def cache_clear() -> None:
 
 @cache.command("warmup")
 @NAME
+@EXPERIMENTAL
 def cache_warmup(name: str) -> None:
     """Compile the kernels whose name contains NAME ahead of their first use (all of them without NAME)."""
+    from flashmla_cupy.ops._select import selectable
     from flashmla_cupy.runtime import compile as runtime_compile
     from flashmla_cupy.testing import kernels as variants
     from flashmla_cupy.testing import report
 
-    out, specs = console(), [spec for spec in variants.choose(name) if not spec.experimental]
+    out, specs = console(), [spec for spec in variants.choose(name) if selectable(spec)]
     with progress(out, "warmup", len(specs)) as advance:
         results = runtime_compile.warmup(specs, on_done=lambda spec, result: advance(spec.name))
     rows = [(spec.name, result) for spec, result in results.items()]

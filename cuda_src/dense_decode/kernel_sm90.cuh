@@ -5,21 +5,21 @@
 // that leaves shared memory for three KV stages. Two warpgroups only accumulate, each one half of the 512 output dims.
 //
 // grid    (ceil(rows / 64), h_kv, num_sm_parts), rows = s_q * h_q / h_kv: CTAs sharing KV are neighbours
-// block   384 threads, one CTA an SM, no cluster, 168 registers a thread (all 64 K)
+// block   384 threads, one CTA an SM, no cluster, 168 registers a thread
 // roles   warpgroup 0  scores: S = Q K^T, softmax, P to shared memory, row sums, log-sum-exp
-//         warpgroup 1  output: O[:, 0:256] += P V          warpgroup 2  output: O[:, 256:512] += P V
-//         Each warpgroup loads what it alone reads last: an output warpgroup its half of K (thread 0, as soon as its
-//         P V of the block three before is done), the score warpgroup the RoPE tile.
-// order   The tensor cores see Q K^T (n + 1), P V (n), Q K^T (n + 2), ...: P (n) is announced only when Q K^T (n + 1)
-//         is nearly done, so that P V (n) fills them while the score warpgroup is at its softmax of n + 1.
+//         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
+//         One elected lane of each output warp loads: warp w of half h tile 4 h + w of K, into the stage that its own
+//         warpgroup has just left; warp 2 of half 0 also the RoPE tile, once Q K^T has left it.
+// order   Half 0 starts P V (n) as soon as P (n) is written, beside Q K^T (n + 1); half 1 is told only when Q K^T (n + 1)
+//         is nearly done, and keeps the tensor cores busy while the score warpgroup is at its softmax of n + 1.
 //
 // barrier            arrivals     bytes        armed by         waited on by
-// half_full[h][s][t] 1 + TMA      8192 or less output h         scores, output h   tile t of a KV block has landed
-// half_empty[h][s]   4 (warps)    -            output h         output h           P V of the block is done
-// rope_full          1 + TMA      8192 or less scores           scores
-// rope_empty         4 (warps)    -            scores           scores             Q K^T of the block is done
-// p_full             4 (warps)    -            scores           both outputs       p, rescale, inv_sum written
-// p_empty            8 (warps)    -            both outputs     scores             p, rescale, inv_sum read
+// half_full[h][s][t] 1 + TMA      8192 or less half h           scores, half h     tile t of half h has landed in stage s
+// half_empty[h][s]   4 (warps)    -            half h           half h             P V of the block in stage s is done
+// rope_full          1 + TMA      8192 or less half 0           scores             the RoPE tile has landed
+// rope_empty         4 (warps)    -            scores           half 0             Q K^T of the block is done
+// p_full[h]          4 (warps)    -            scores           half h             p, rescale, inv_sum may be read
+// p_empty            8 (warps)    -            both halves      scores             p, rescale, inv_sum have been read
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/online_softmax.cuh"
@@ -48,7 +48,7 @@ using attention::Fragment;
 using attention::PartPlan;
 using tile::smem_addr;
 
-constexpr uint32_t kScoreBarrier = 1;   // named barriers: one a consumer warpgroup
+constexpr uint32_t kScoreBarrier = 1;   // named barriers, one a warpgroup
 constexpr uint32_t kOutputBarrier = 2;  // + half
 
 // The query token and the head of a row; rows are (token, head of the KV head's group).
@@ -275,7 +275,7 @@ __device__ __forceinline__ void mask_scores(const DenseDecodeParams& params, con
                           min(visible_tokens(params, seqlen, row + 8), seqlen));
 }
 
-// Registers are scarce here (Q takes 112 of 168): what the loop over blocks does not need every time is derived again.
+// Registers are scarce here (Q takes 108 of 168): what the loop over blocks does not need every time is derived again.
 template <class Config>
 __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
@@ -340,9 +340,9 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
 }
 
 // ---- output -----------------------------------------------------------------------------------------------------
-// What a warp of an output warpgroup loads: tile `warp` of its half of K, kStages blocks ahead. Warp 2 of half 1 also
-// loads the RoPE tile, two blocks ahead (P of a block is announced after Q K^T of the next), and waits for Q K^T of
-// the block before. The positions live in shared memory because the accumulators leave no registers for them.
+// What a warp of an output warpgroup loads: tile `warp` of its half of K, kStages blocks ahead. Warp 2 of half 0 also
+// loads the RoPE tile, two blocks ahead of the P V it has done, after Q K^T of the block before. The positions live in
+// shared memory because the accumulators leave no registers for them. One elected lane calls the loads.
 template <class Config, int half>
 struct Loader {
   const DenseDecodeParams& params;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashmla_cupy.errors import UnsupportedError
@@ -33,29 +35,53 @@ def select(problem: Problem, device: DeviceInfo) -> KernelSpec:
     except KeyError:
         raise ValueError(f"op: got {problem.op!r}, expected one of {', '.join(_CHOICES)}") from None
     why_not = reasons(problem, device)
-    if why_not:
-        raise UnsupportedError(f"{problem.op}: no kernel for this call on {device.name}", why_not, _NUMPY_WAY_OUT)
-    return replace(candidates[problem.dtype, problem.d_qk], arch=device.arch)
+    if not why_not:
+        spec = candidates[problem.dtype, problem.d_qk]
+        if selectable(spec):
+            return replace(spec, arch=device.arch)
+        why_not = [f"{spec.name}: experimental, no record of a passing validation on a GPU vouches for its source"]
+    raise UnsupportedError(f"{problem.op}: no kernel for this call on {device.name}", why_not, _NUMPY_WAY_OUT)
+
+
+_experimental_allowed = False
+
+
+def selectable(spec: KernelSpec) -> bool:
+    """Whether `select` may hand out `spec` now."""
+    return _experimental_allowed or not spec.experimental
+
+
+@contextlib.contextmanager
+def experimental_kernels() -> Iterator[None]:
+    """Within, `select` also hands out experimental kernels: for what validates and measures them."""
+    global _experimental_allowed
+    before, _experimental_allowed = _experimental_allowed, True
+    try:
+        yield
+    finally:
+        _experimental_allowed = before
 
 
 def all_specs() -> tuple[KernelSpec, ...]:
     """Every kernel variant, in a fixed order.
 
     Only what costs time as a run-time argument is compiled in: the element type and the head dimension of q and k.
+    Experimental ones have no passing GPU record (tests/records) for their present source.
     """
     return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values())
 
 
 _DENSE_DECODE = {
     (dtype, d_qk): KernelSpec("dense_decode", "sm90", (_CPP_TYPES[dtype][0], str(d_qk)),
-                              (_CPP_TYPES[dtype][1], f"d{d_qk}"), "DenseDecodeParams")
+                              (_CPP_TYPES[dtype][1], f"d{d_qk}"), "DenseDecodeParams", experimental=True)
     for dtype in ("bfloat16", "float16") for d_qk in sorted(HEAD_DIMS_QK, reverse=True)
 }
 _COMBINE = {
-    (dtype, 0): KernelSpec("combine", "sm80", (_CPP_TYPES[dtype][0],), (_CPP_TYPES[dtype][1],), "CombineParams")
+    (dtype, 0): KernelSpec("combine", "sm80", (_CPP_TYPES[dtype][0],), (_CPP_TYPES[dtype][1],), "CombineParams",
+                           experimental=True)
     for dtype in ("bfloat16", "float16", "float32")
 }
-_SCHED_META = {("", 0): KernelSpec("sched_meta", "sm80", (), (), "SchedMetaParams")}
+_SCHED_META = {("", 0): KernelSpec("sched_meta", "sm80", (), (), "SchedMetaParams", experimental=True)}
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:

@@ -73,10 +73,15 @@ def attend(
             n = len(chunk)
             keys = _gather(k_cache, block_table, chunk, length).transpose(0, 2, 1, 3)
             queries = q[chunk].reshape(n, s_q, h_kv, h_q // h_kv, d_qk).transpose(0, 2, 1, 3, 4)
-            row_keys = length - s_q + 1 + xp.arange(rows) // (h_q // h_kv) if causal else None
-            o, o_lse = _softmax_of_rows(
-                widen(queries).reshape(n, h_kv, rows, d_qk), widen(keys), head_dim_v, scale, row_keys, weight_dtype, xp
+            seen = None
+            if causal:
+                row_keys = length - s_q + 1 + xp.arange(rows) // (h_q // h_kv)
+                seen = xp.arange(length) < row_keys[:, None]
+            o, o_lse = softmax_of_rows(
+                widen(queries).reshape(n, h_kv, rows, d_qk), widen(keys), head_dim_v, scale, seen, weight_dtype, xp
             )
+            if weight_dtype is not None:
+                o = round_to(o, weight_dtype, xp)
             o = o.reshape(n, h_kv, s_q, h_q // h_kv, head_dim_v).transpose(0, 2, 1, 3, 4)
             o_lse = o_lse.reshape(n, h_kv, s_q, h_q // h_kv).transpose(0, 1, 3, 2)
             out[chunk] = o.reshape(n, s_q, h_q, head_dim_v)
@@ -84,17 +89,19 @@ def attend(
     return out, lse
 
 
-def _softmax_of_rows(
-    q: Any, keys: Any, d_v: int, scale: float, row_keys: Any | None, weight_dtype: Any | None, xp: Any
+def softmax_of_rows(
+    q: Any, keys: Any, d_v: int, scale: float, seen: Any | None, weight_dtype: Any | None, xp: Any
 ) -> tuple[Any, Any]:
-    """q (n, h_kv, rows, d_qk), keys (n, h_kv, length, d_qk), both float64; row_keys (rows,): keys that a row sees.
+    """q (n, h_kv, rows, d_qk), keys (n, h_kv, length, d_qk), both float64.
 
-    Returns o (n, h_kv, rows, d_v) and lse (n, h_kv, rows).
+    seen: booleans that broadcast to (n, h_kv, rows, length), the keys that a row attends to; None: all.
+    weight_dtype: what exp(score - maximum) is rounded to before it meets the values; None: not rounded.
+
+    Returns o (n, h_kv, rows, d_v) and lse (n, h_kv, rows), float64. A row without keys gives 0 and -inf.
     """
     scores = xp.matmul(q, keys.swapaxes(-1, -2))
     scores *= scale
-    if row_keys is not None:
-        seen = xp.arange(keys.shape[2]) < row_keys[:, None]
+    if seen is not None:
         scores = xp.where(seen, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)
     top = xp.where(top == -np.inf, 0.0, top)  # a row without keys: all weights become 0, not NaN
@@ -106,8 +113,6 @@ def _softmax_of_rows(
         weights = round_to(weights, weight_dtype, xp)
     o = xp.matmul(weights, keys[..., :d_v])
     o /= divisor
-    if weight_dtype is not None:
-        o = round_to(o, weight_dtype, xp)
     lse = xp.where(total == 0, -np.inf, top + xp.log(divisor))
     return o, lse[..., 0]
 

@@ -18,15 +18,15 @@ def main() -> None:
     context_seconds = time.perf_counter() - started
 
     from flashmla_cupy import flash_mla_with_kvcache
+    from flashmla_cupy.ops._select import all_specs, experimental_kernels
     from flashmla_cupy.testing import trace
 
-    with trace.launches() as names:
+    with experimental_kernels(), trace.launches() as names:
         started = time.perf_counter()
         flash_mla_with_kvcache(q, cache, table, lengths, 512)
         cp.cuda.Device().synchronize()
     call_seconds = time.perf_counter() - started
 
-    from flashmla_cupy.ops._select import all_specs
     from flashmla_cupy.runtime.compile import compile_cubin
 
     compiles = {spec.name: compile_cubin(spec).seconds for spec in all_specs() if spec.name in names}

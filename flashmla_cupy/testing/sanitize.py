@@ -26,10 +26,11 @@ def main() -> None:
     import numpy as np
 
     import flashmla_cupy
+    from flashmla_cupy.ops._select import experimental_kernels
     from flashmla_cupy.testing import checks, inputs, trace
 
     cp.cuda.set_allocator(None)
-    with trace.launches() as names:
+    with experimental_kernels(), trace.launches() as names:
         for case in CASES:
             checks.call(case, inputs.build(case, cp))
             cp.cuda.Device().synchronize()

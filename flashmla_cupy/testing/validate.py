@@ -97,9 +97,11 @@ def record(results: list[Result], suite: str, machine: Machine) -> dict[str, Any
     from flashmla_cupy.ops._select import all_specs
     from flashmla_cupy.runtime.source import evidence_digest
 
-    specs = {spec.name: spec for spec in all_specs()}
+    specs = {spec.name: spec for spec in all_specs() if not spec.experimental}
     kernels = {
-        name: {"evidence_digest": evidence_digest(specs[name]), **row} for name, row in by_kernel(results).items()
+        name: {"evidence_digest": evidence_digest(specs[name]), **row}
+        for name, row in by_kernel(results).items()
+        if name in specs
     }
     return {
         "format": RECORD_FORMAT,

@@ -8,12 +8,30 @@ import pytest
 from fake_gpu import H200
 
 from flashmla_cupy.errors import UnsupportedError
-from flashmla_cupy.ops._select import Problem, all_specs, select
+from flashmla_cupy.ops import _select
+from flashmla_cupy.ops._select import Problem, all_specs, experimental_kernels, select
 
 A100 = replace(H200, name="NVIDIA A100", compute_capability=(8, 0), arch="sm_80")
 B200 = replace(H200, name="NVIDIA B200", compute_capability=(10, 0), arch="sm_100a")
 V100 = replace(H200, name="Tesla V100", compute_capability=(7, 0), arch="sm_70")
 DECODE = Problem("dense_decode", "bfloat16", 576, 512)
+
+
+@pytest.fixture(autouse=True)
+def experimental_too():
+    with experimental_kernels():
+        yield
+
+
+def test_an_experimental_kernel_is_refused_unless_asked_for(monkeypatch):
+    spec = replace(select(Problem("sched_meta"), H200), experimental=True)
+    monkeypatch.setitem(_select._SCHED_META, ("", 0), spec)
+    assert select(Problem("sched_meta"), H200) == spec
+    monkeypatch.setattr(_select, "_experimental_allowed", False)
+    with pytest.raises(UnsupportedError, match="sched_meta.sm80: experimental, no record of a passing validation"):
+        select(Problem("sched_meta"), H200)
+    with experimental_kernels():
+        assert select(Problem("sched_meta"), H200) == spec
 
 
 def test_every_variant_is_listed_once():
