@@ -14,43 +14,53 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 BLOCKS = 5
-PERIOD, QK, PV, SOFTMAX, LOAD = 10.0, 5.0, 5.0, 4.2, 9.0  # of one KV block, in arbitrary units
+PERIOD, QK, PV, SOFTMAX, LOAD = 10.0, 6.0, 4.0, 3.8, 9.0  # of one KV block, in arbitrary units
 STAGES = 3
-LANES = ("warpgroup 0: scores", "warpgroups 1, 2: output", "loads of K (TMA)", "tensor cores")
+LANES = (
+    "warpgroup 0: scores",
+    "warpgroup 1: output half 0",
+    "warpgroup 2: output half 1",
+    "loads of half 1 of K (TMA)",
+    "tensor cores",
+)
 COLOURS = {"load": "#b8c4d6", "qk": "#3f7cac", "softmax": "#e3b23c", "pv": "#c8553d"}
 
 
 def draw(path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(11, 3.9))
-    height = dict(zip(LANES, (3, 2, 1, 0), strict=True))
+    figure, axes = plt.subplots(figsize=(11, 4.4))
+    height = dict(zip(LANES, (4, 3, 2, 1, 0), strict=True))
+    scores, half0, half1, loads, tensor = LANES
 
     def bar(lane: str, begin: float, length: float, kind: str, text: str, offset: float = 0.0, size: float = 0.6):
         axes.barh(height[lane] + offset, length, size, begin, color=COLOURS[kind], edgecolor="white", linewidth=1.2)
         axes.text(begin + length / 2, height[lane] + offset, text, ha="center", va="center", fontsize=7.5)
 
-    bar("loads of K (TMA)", -LOAD - 0.4, LOAD, "load", f"K(0) … K({STAGES - 1})")
+    bar(loads, -LOAD - 0.4, LOAD, "load", f"K(0) … K({STAGES - 1})")
     for n in range(BLOCKS):
-        qk, pv = n * PERIOD, (n + 1) * PERIOD + QK
-        bar("warpgroup 0: scores", qk, QK, "qk", f"Q Kᵀ({n})")
-        bar("warpgroup 0: scores", qk + QK, SOFTMAX, "softmax", f"softmax({n})")
-        bar("tensor cores", qk, QK, "qk", f"Q Kᵀ({n})")
+        qk, written = n * PERIOD, n * PERIOD + QK + SOFTMAX
+        early, late = (n + 1) * PERIOD + 0.2, (n + 1) * PERIOD + QK
+        bar(scores, qk, QK, "qk", f"Q Kᵀ({n})")
+        bar(scores, qk + QK, SOFTMAX, "softmax", f"softmax({n})")
+        bar(tensor, qk, QK, "qk", f"Q Kᵀ({n})", 0.16, 0.3)
         if n < BLOCKS - 1:
-            for offset, half in ((0.16, "left"), (-0.16, "right")):
-                bar("warpgroups 1, 2: output", pv, PV, "pv", f"P V({n}) {half}", offset, 0.3)
-            bar("tensor cores", pv, PV, "pv", f"P V({n})")
-            arrow(axes, (qk + QK + SOFTMAX, 2.7), (pv, 2.33), "p_full" if n == 0 else "")
+            bar(half0, early, PV, "pv", f"P V({n})")
+            bar(half1, late, PV, "pv", f"P V({n})")
+            bar(tensor, early, PV, "pv", f"P V({n})₀", -0.16, 0.3)
+            bar(tensor, late, PV, "pv", f"P V({n})₁", -0.16, 0.3)
+            arrow(axes, (written, 3.7), (early, 3.33), "p_full[0]" if n == 0 else "")
+            arrow(axes, (late - 0.3, 3.7), (late, 2.33), "p_full[1]" if n == 0 else "")
         if n < BLOCKS - 2:
-            bar("loads of K (TMA)", pv + PV, LOAD, "load", f"K({n + STAGES}) → stage {n % STAGES}")
-            arrow(axes, (pv + PV, 1.68), (pv + PV + 0.4, 1.31), "half_empty" if n == 0 else "")
+            bar(loads, late + PV, LOAD, "load", f"K({n + STAGES}) → stage {n % STAGES}")
+            arrow(axes, (late + PV, 1.68), (late + PV + 0.4, 1.31), "half_empty[1]" if n == 0 else "")
     axes.set_yticks([height[lane] for lane in LANES], LANES)
     axes.set_xlim(-LOAD - 1, BLOCKS * PERIOD)
-    axes.set_ylim(-0.5, 3.5)
+    axes.set_ylim(-0.5, 4.5)
     axes.set_xticks([])
     axes.set_xlabel("time (not to scale)")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0)
-    axes.set_title("Dense decode on one SM: softmax of a block runs under P V of the block before", fontsize=10)
+    axes.set_title("Dense decode on one SM: the softmax of a block runs under half of P V of the block before", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

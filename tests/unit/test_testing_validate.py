@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from flashmla_cupy.ops import _select
 from flashmla_cupy.ops._select import all_specs
 from flashmla_cupy.runtime import source
 from flashmla_cupy.runtime.launch import Kernel
@@ -34,8 +37,9 @@ def fake(monkeypatch):
     return FakeMachine(np, False, "fake"), kernel, launched
 
 
-def test_worst_errors_per_kernel(fake):
+def test_worst_errors_per_kernel(fake, monkeypatch):
     gpu, kernel, launched = fake
+    monkeypatch.setattr(_select, "all_specs", lambda: (replace(SPEC, experimental=False),))
 
     def check(errors):
         def run():
@@ -56,6 +60,8 @@ def test_worst_errors_per_kernel(fake):
     record = validate.record(results, "smoke", gpu)
     assert record["kernels"][SPEC.name]["evidence_digest"] == source.evidence_digest(SPEC)
     assert record["failed"] == 0 and record["nvrtc"]
+    monkeypatch.setattr(_select, "all_specs", lambda: (replace(SPEC, experimental=True),))
+    assert validate.record(results, "smoke", gpu)["kernels"] == {}
 
 
 def test_a_lost_gpu_fails_what_follows(fake):
