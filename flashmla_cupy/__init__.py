@@ -8,9 +8,12 @@ __version__ = "0.1.0"
 
 _EXPORTS = {  # public name -> module that defines it, imported at first use
     "get_mla_metadata": "flashmla_cupy.ops.sched_meta",
-    "flash_mla_with_kvcache": "flashmla_cupy.ops.dense_decode",
+    "flash_mla_with_kvcache": "flashmla_cupy.ops.decode",
     "mla_workspace_bytes": "flashmla_cupy.ops.dense_decode",
     "merge_states": "flashmla_cupy.ops.combine",
+    "quantize_kv_cache": "flashmla_cupy.ops.kv_quant",
+    "dequantize_kv_cache": "flashmla_cupy.ops.kv_quant",
+    "token_indices": "flashmla_cupy.ops.kv_quant",
     "FlashMLAError": "flashmla_cupy.errors",
     "KernelCompileError": "flashmla_cupy.errors",
     "CaptureError": "flashmla_cupy.errors",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["Backend", "backend_of", "describe", "as_device", "as_host", "as_integers"]
+__all__ = ["Backend", "backend_of", "describe", "as_device", "as_host", "as_integers", "host_arguments"]
 
 Backend = Literal["cupy", "numpy"]
 
@@ -108,6 +109,26 @@ def as_integers(name: str, x: Any):
             raise ValueError(f"{name}: got values from {x.min()} to {x.max()}, expected values that int32 holds")
         x = x.astype(np.int32)
     return x
+
+
+def host_arguments(arrays: dict[str, Any], integers: Sequence[str], outputs: Sequence[str],
+                   required: Sequence[str] = ("q", "k_cache")) -> dict[str, np.ndarray | None]:
+    """The arrays of a call on the host, by argument name, as NumPy arrays of the same memory.
+
+    integers: names that as_integers takes; outputs: names that must be NumPy arrays already. None stays None but for
+    the required names.
+    """
+    host = {}
+    for name, x in arrays.items():
+        if x is None and name not in required:
+            host[name] = None
+        elif name in outputs:
+            if not isinstance(x, np.ndarray):
+                raise TypeError(f"{name}: got {describe(x)}, expected a NumPy array, as q is on the host")
+            host[name] = x
+        else:
+            host[name] = as_host(name, as_integers(name, x) if name in integers else x)
+    return host
 
 
 def _is_cupy(x: Any) -> bool:

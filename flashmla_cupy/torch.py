@@ -1,4 +1,4 @@
-"""Drop-in for the dense decode of the `flash_mla` package: torch tensors in, torch tensors out.
+"""Drop-in for the decode of the `flash_mla` package: torch tensors in, torch tensors out.
 
     from flashmla_cupy.torch import flash_mla_with_kvcache, get_mla_metadata
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from flashmla_cupy.backends import describe
-from flashmla_cupy.ops import _checks, dense_decode, sched_meta
+from flashmla_cupy.ops import _checks, decode, sched_meta, sparse_decode
 from flashmla_cupy.ops import _device as ops_device
 
 __all__ = ["FlashMLASchedMeta", "get_mla_metadata", "flash_mla_with_kvcache"]
@@ -32,7 +32,7 @@ _NUMPY_DTYPES = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16), torch.float16: np.dtype(np.float16),
     torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64), torch.uint8: np.dtype(np.uint8),
     torch.int8: np.dtype(np.int8), torch.int16: np.dtype(np.int16), torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64), torch.bool: np.dtype(np.bool_),
+    torch.int64: np.dtype(np.int64), torch.bool: np.dtype(np.bool_), torch.float8_e4m3fn: np.dtype(np.uint8),
 }
 _streams: dict[int, Any] = {}  # stream address -> CuPy's view of it
 _MAX_STREAMS = 256
@@ -96,6 +96,8 @@ def flash_mla_with_kvcache(
 
     Args:
         tile_scheduler_metadata, num_splits: both results of get_mla_metadata, in either form; None, None plans inside.
+        k_cache, extra_k_cache: with is_fp8_kvcache float8_e4m3fn, uint8 or int8.
+        extra_indices_in_kvcache: extra_indices there.
         The rest as in flashmla_cupy.flash_mla_with_kvcache. Without gradients.
 
     Returns:
@@ -104,9 +106,6 @@ def flash_mla_with_kvcache(
     Raises:
         as flashmla_cupy.flash_mla_with_kvcache, and ValueError for a FlashMLASchedMeta first used with other shapes.
     """
-    _checks.refuse_sparse(is_fp8_kvcache, indices=indices, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
-                          extra_indices_in_kvcache=extra_indices_in_kvcache, topk_length=topk_length,
-                          extra_topk_length=extra_topk_length)
     for name, x in (("q", q), ("k_cache", k_cache)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: got {describe(x)}, expected a torch.Tensor")
@@ -117,27 +116,45 @@ def flash_mla_with_kvcache(
         if sched is not None:
             if num_splits is not None:
                 raise TypeError("num_splits: got a value, expected None together with a FlashMLASchedMeta")
-            config = FlashMLASchedMeta.Config(q.shape[0], q.shape[1], q.shape[2], k_cache.shape[1], k_cache.shape[2],
-                                              causal, is_fp8_kvcache, None, None, None)
+            config = FlashMLASchedMeta.Config(
+                *q.shape[:3], *k_cache.shape[1:3], causal, is_fp8_kvcache, _size(indices, -1),
+                _size(extra_k_cache, 1), _size(extra_indices_in_kvcache, -1))
             _check_config(sched, config)
             tile_scheduler_metadata, num_splits = sched.tile_scheduler_metadata, sched.num_splits
-        arrays = [_share(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("block_table", block_table),
-                                                  ("cache_seqlens", cache_seqlens))]
+        arguments = dict(
+            q=_share("q", q), k_cache=_share("k_cache", k_cache), block_table=_share("block_table", block_table),
+            cache_seqlens=_share("cache_seqlens", cache_seqlens), head_dim_v=head_dim_v, causal=causal,
+            is_fp8_kvcache=is_fp8_kvcache, indices=_share("indices", indices), softmax_scale=softmax_scale,
+            attn_sink=_share("attn_sink", attn_sink), topk_length=_share("topk_length", topk_length),
+            extra_k_cache=_share("extra_k_cache", extra_k_cache),
+            extra_indices=_share("extra_indices_in_kvcache", extra_indices_in_kvcache),
+            extra_topk_length=_share("extra_topk_length", extra_topk_length))
         if sched is not None and not sched.have_initialized:
-            _checks.check_decode(*arrays, head_dim_v, None, None, causal, softmax_scale, None, None)
-            tile_scheduler_metadata, num_splits = get_mla_metadata(
-                cache_seqlens.to(q.device), q.shape[1] * q.shape[2] // k_cache.shape[2], k_cache.shape[2])
+            tile_scheduler_metadata, num_splits = _first_plan(arguments, q, k_cache, cache_seqlens)
         out = torch.empty((*q.shape[:3], _checks.HEAD_DIM_V), dtype=q.dtype, device=q.device)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
-        dense_decode.flash_mla_with_kvcache(
-            *arrays, head_dim_v, _share("tile_scheduler_metadata", tile_scheduler_metadata),
-            _share("num_splits", num_splits), causal, softmax_scale=softmax_scale, out=_share("out", out),
-            lse=_share("lse", lse))
+        decode.flash_mla_with_kvcache(
+            **arguments, tile_scheduler_metadata=_share("tile_scheduler_metadata", tile_scheduler_metadata),
+            num_splits=_share("num_splits", num_splits), out=_share("out", out), lse=_share("lse", lse))
         if sched is not None and not sched.have_initialized:
             sched.have_initialized, sched.config = True, config
             sched.tile_scheduler_metadata, sched.num_splits = tile_scheduler_metadata, num_splits
         lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)  # one kernel: -inf becomes +inf
     return out, lse
+
+
+def _first_plan(arguments: dict[str, Any], q: torch.Tensor, k_cache: torch.Tensor, cache_seqlens: torch.Tensor | None,
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plan of a FlashMLASchedMeta at its first use; raises what the call would, before anything is launched."""
+    problem = decode.check(arguments)
+    topk = sparse_decode.planned_tokens(problem)
+    if topk is not None:  # of the lengths only their number counts
+        cache_seqlens = torch.zeros(problem.batch, dtype=torch.int32, device=q.device)
+    return get_mla_metadata(cache_seqlens.to(q.device), problem.rows, problem.h_kv, topk=topk)
+
+
+def _size(x: torch.Tensor | None, axis: int) -> int | None:
+    return x.shape[axis] if isinstance(x, torch.Tensor) and x.dim() > axis else None
 
 
 def _check_config(sched: FlashMLASchedMeta, config: FlashMLASchedMeta.Config) -> None:
@@ -160,6 +177,8 @@ def _share(name: str, x: Any) -> Any:
                         "supported type on cuda or cpu")
     x = x.detach()
     if not x.is_cuda:
+        if x.dtype == torch.float8_e4m3fn:
+            return x.view(torch.uint8).numpy()
         return x.view(torch.int16).numpy().view(dtype) if x.dtype == torch.bfloat16 else x.numpy()
     # Not through DLPack: that would order streams that are the same here, and torch refuses it for other devices.
     memory = cupy.cuda.UnownedMemory(x.data_ptr(), x.untyped_storage().nbytes(), x, x.device.index)

@@ -30,6 +30,39 @@ struct DenseDecodeParams {
   int32_t heads_per_kv_shift;
 };
 
+// One list of cache slots to attend to, and the cache it points into.
+struct SparseKeys {
+  const uint8_t* cache;        // (pages, page_size, bytes of a token), pages page_stride bytes apart
+  const int32_t* indices;      // (batch, s_q, topk): page * page_size + place in the page; others are not read
+  const int32_t* topk_length;  // (batch) or null: topk
+  int64_t page_stride;         // bytes
+  int64_t indices_stride_batch, indices_stride_token;
+  int32_t topk;                // 0: there is no such list
+  int32_t num_slots;           // tokens of the cache: pages * page_size
+  int32_t page_size;
+  uint32_t page_size_magic;    // division by page_size, see common/math.cuh
+  int32_t page_size_shift;
+  int32_t reserved;
+};
+
+struct SparseDecodeParams {
+  SparseKeys main, extra;      // attention over the union
+  const void* q;               // (batch, s_q, h_q, d_qk) bf16
+  void* out;                   // (batch, s_q, h_q, 512) bf16
+  float* lse;                  // (batch, h_q, s_q), natural log, without the sink
+  float* o_partial;            // (2 * num_sm_parts, s_q * h_q, 512)
+  float* lse_partial;          // (2 * num_sm_parts, s_q * h_q), log2
+  const int32_t* metadata;     // (num_sm_parts, 8)
+  const float* attn_sink;      // (h_q) natural-log logits or null
+  int64_t q_stride_batch, q_stride_token, q_stride_head;
+  int64_t out_stride_batch, out_stride_token, out_stride_head;
+  int64_t lse_stride_batch, lse_stride_head, lse_stride_token;
+  int32_t batch, s_q, h_q;
+  int32_t num_sm_parts;
+  float scale_log2;            // softmax_scale * log2(e)
+  int32_t reserved;
+};
+
 struct CombineParams {
   const float* o_partial;      // by metadata: (2 * num_sm_parts, h_kv, rows, d_v); direct: (n_direct, rows, d_v)
   const float* lse_partial;    // by metadata: (2 * num_sm_parts, h_kv, rows); direct: (n_direct, rows)
@@ -60,6 +93,34 @@ struct SchedMetaParams {
   int32_t overhead_blocks;     // fixed cost of a fragment, in blocks
   int32_t fixed_seqlen;        // >= 0: every request has this length (sparse: topk)
   int32_t reserved;
+};
+
+struct KvQuantParams {
+  void* kv;                    // tokens of d_qk bf16 | float: read by quantize, written by dequantize
+  uint8_t* cache;              // pages of page_size tokens, see common/kv_format.cuh
+  int64_t kv_stride_page, kv_stride_token;
+  int64_t cache_stride_page;   // bytes
+  int32_t tokens;              // the first this many, page after page
+  int32_t page_size;
+  uint32_t page_size_magic;    // division by page_size, see common/math.cuh
+  int32_t page_size_shift;
+  int32_t power_of_two_scales; // 0 | 1
+  int32_t reserved;
+};
+
+struct TokenIndicesParams {
+  const int32_t* block_table;  // (batch, table_width)
+  const int32_t* positions;    // (batch, per_request)
+  int32_t* indices;            // (batch, per_request), contiguous
+  int64_t block_table_stride, positions_stride;
+  int32_t count;               // batch * per_request
+  int32_t per_request;
+  uint32_t per_request_magic;  // division by per_request, see common/math.cuh
+  int32_t per_request_shift;
+  int32_t table_width;
+  int32_t page_size;
+  uint32_t page_size_magic;    // division by page_size
+  int32_t page_size_shift;
 };
 
 }  // namespace flashmla

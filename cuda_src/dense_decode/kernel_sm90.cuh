@@ -23,6 +23,7 @@
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/online_softmax.cuh"
+#include "attention/output_tile.cuh"
 #include "attention/split.cuh"
 #include "common/check.cuh"
 #include "common/math.cuh"
@@ -34,7 +35,6 @@
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_st.cuh"
-#include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
@@ -46,6 +46,7 @@ namespace flashmla::dense_decode {
 using attention::BlockPosition;
 using attention::Fragment;
 using attention::PartPlan;
+using tile::arrive_once_per_warp;
 using tile::smem_addr;
 
 constexpr uint32_t kScoreBarrier = 1;   // named barriers, one a warpgroup
@@ -72,12 +73,6 @@ __device__ __forceinline__ Fragment load_fragment(const DenseDecodeParams& param
   // Called without room for partial results: the host knows that nothing is cut. Stale metadata must not fault.
   if (params.o_partial == nullptr) fragment.slot = -1;
   return fragment;
-}
-
-// The warp's accesses before it are done when the barrier counts it.
-__device__ __forceinline__ void arrive_once_per_warp(uint32_t bar) {
-  __syncwarp();
-  if (tile::lane_id() == 0) ptx::mbarrier_arrive(bar);
 }
 
 // ---- loads ------------------------------------------------------------------------------------------------------
@@ -236,22 +231,6 @@ __device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)
   ptx::wgmma_commit_group();
 }
 
-// Where this lane's row of step k (16 of the 64 tokens) of this warp's 16 rows of P lies, for stmatrix and ldmatrix.
-__device__ __forceinline__ uint32_t fragment_addr(uint32_t p_smem, int k) {
-  const int lane = tile::lane_id();
-  return p_smem + tile::swizzle_128b(tile::warp_in_group() * 16 + (lane & 15), 2 * k + lane / 16);
-}
-
-// P of this warp's 16 rows into the swizzled tile.
-template <class Element>
-__device__ __forceinline__ void store_probabilities(const float (&s)[32], uint32_t p_smem) {
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-    ptx::stmatrix_x4(fragment_addr(p_smem, k), tile::pack<Element>(s[8 * k], s[8 * k + 1]),
-                     tile::pack<Element>(s[8 * k + 2], s[8 * k + 3]), tile::pack<Element>(s[8 * k + 4], s[8 * k + 5]),
-                     tile::pack<Element>(s[8 * k + 6], s[8 * k + 7]));
-}
-
 // Log-sum-exp of one row: natural log into lse, or log2 into the partial results.
 __device__ __forceinline__ void store_lse(const DenseDecodeParams& params, int slot, int req, int row, float lse_log2) {
   const int rows = params.s_q * params.heads_per_kv;
@@ -315,7 +294,7 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
 
       tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
       parity ^= 1;
-      store_probabilities<typename Config::Element>(s, smem_addr(smem.p));
+      attention::store_probabilities<typename Config::Element>(s, smem_addr(smem.p));
       if (block + 1 == end_block) {
         state0.sum = tile::quad_sum(state0.sum);
         state1.sum = tile::quad_sum(state1.sum);
@@ -389,17 +368,6 @@ struct Loader {
   }
 };
 
-// Multiplies the accumulated rows by their factors, where any of the warp's rows has one.
-__device__ __forceinline__ void rescale_output(const float* rescale, float (&o)[2][64]) {
-  const float rescale0 = rescale[tile::fragment_row()], rescale1 = rescale[tile::fragment_row() + 8];
-  if (!__any_sync(0xffffffffu, rescale0 != 1.0f || rescale1 != 1.0f)) return;
-#pragma unroll
-  for (int i = 0; i < 64; i++) {
-    o[0][i] *= i & 2 ? rescale1 : rescale0;
-    o[1][i] *= i & 2 ? rescale1 : rescale0;
-  }
-}
-
 // In the last block of a request, tokens past its end may hold anything, and 0 x NaN is NaN: their rows of V become 0.
 __device__ __forceinline__ void zero_tail(const DenseDecodeParams& params, const PartPlan& plan, int req, int block,
                                           uint32_t tiles, int half) {
@@ -432,18 +400,6 @@ __device__ __forceinline__ void store_output_row(const DenseDecodeParams& params
   }
 }
 
-// O += P V for one step of 16 tokens.
-template <class Config>
-__device__ __forceinline__ void add_product(float (&o)[2][64], const uint32_t (&p)[4], uint32_t v_tiles, int step,
-                                            bool accumulate) {
-#pragma unroll
-  for (int n = 0; n < 2; n++)
-    ptx::wgmma_m64n128k16_rs_mn<typename Config::Element>(
-        o[n], p,
-        tile::advance(tile::mn_major_desc(v_tiles), step * tile::kMnMajorStepBytes + n * 2 * tile::kTileBytes),
-        accumulate);
-}
-
 template <class Config, int half>
 __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
@@ -466,25 +422,11 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
       for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[half][k_ring.stage][t]), k_ring.phase);
       tile::wait(smem_addr(&smem.p_full[half]), parity);
       parity ^= 1;
-      // Registers hold three of the four steps of P; the fourth takes the place of the first once that is done with.
-      uint32_t p[3][4];
-#pragma unroll
-      for (int k = 0; k < 3; k++) ptx::ldmatrix_x4(fragment_addr(smem_addr(smem.p), k), p[k]);
-      if (!first) rescale_output(smem.rescale, o);
       if (block + 1 == end_block) zero_tail(params, plan, req, block, v_tiles, half);
-      ptx::wgmma_fence();
-      add_product<Config>(o, p[0], v_tiles, 0, !first);
-      ptx::wgmma_commit_group();
-      add_product<Config>(o, p[1], v_tiles, 1, true);
-      add_product<Config>(o, p[2], v_tiles, 2, true);
-      ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<1>();
-      ptx::ldmatrix_x4(fragment_addr(smem_addr(smem.p), 3), p[0]);
-      // The last block's row factors are kept until inv_sum has been read.
-      if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
-      ptx::wgmma_fence();
-      add_product<Config>(o, p[0], v_tiles, 3, true);
-      ptx::wgmma_commit_group();
+      attention::start_block<typename Config::Element>(o, smem_addr(smem.p), smem.rescale, v_tiles, first, [&] {
+        // The last block's row factors are kept until inv_sum has been read.
+        if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
+      });
       PageToken ahead{0, -1};  // found while the products run
       if (ptx::elect_sync()) ahead = loader.locate_next(loader.next_half());
       __syncwarp();

@@ -15,19 +15,22 @@ import ml_dtypes
 import numpy as np
 
 from flashmla_cupy.backends import describe
-from flashmla_cupy.errors import UnsupportedError
+from flashmla_cupy.kv_format import FORMATS, KVFormat
 
 HEAD_DIM_V = 512
 HEAD_DIMS_QK = (512, 576)
 PAGE_SIZES = (16, 32, 64, 128, 256)
 METADATA_WIDTH = 8  # int32 of one row of the tile-scheduler metadata
 Q_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+FP8_CACHE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn))
+_FP8_FORMATS = {layout.d_qk: layout for layout in FORMATS.values()}
+_LAST_AXES = "h_kv, d_qk or bytes per token"
 _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """The sizes of one dense decode call, without its data."""
+    """The sizes of one decode call, without its data."""
 
     batch: int
     s_q: int
@@ -40,6 +43,7 @@ class DecodeProblem:
     table_width: int | None  # entries of a block-table row; None: contiguous cache
     causal: bool
     softmax_scale: float
+    kv_format: KVFormat | None = None  # of an FP8 cache; None: the cache has q's type
 
     @property
     def heads_per_kv(self) -> int:
@@ -66,6 +70,25 @@ class DecodeProblem:
     @property
     def nothing_to_attend(self) -> bool:
         return self.max_seqlen == 0 or self.pages == 0
+
+
+@dataclass(frozen=True)
+class SparseDecodeProblem(DecodeProblem):
+    """The sizes of one decode call with indices; table_width is None and causal False."""
+
+    topk: int = 0  # indices of a query token
+    extra_pages: int = 0  # of the second cache, if there is one
+    extra_page_size: int = 0
+    extra_topk: int = 0
+
+    @property
+    def max_seqlen(self) -> int:
+        """Most keys of a query token."""
+        return min(self.topk + self.extra_topk, _INT32_MAX)
+
+    @property
+    def nothing_to_attend(self) -> bool:
+        return self.pages * self.page_size == 0 and self.extra_pages * self.extra_page_size == 0
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
@@ -138,55 +161,56 @@ def check_writable(name: str, x: Any) -> None:
         extent = stride * (length - 1) + extent
 
 
-def refuse_sparse(is_fp8_kvcache: bool, **sparse: Any) -> None:
-    """Arguments of the sparse and FP8 decode, which the dense one does not take."""
-    given = [name for name, value in sparse.items() if value is not None]
-    if check_bool("is_fp8_kvcache", is_fp8_kvcache):
-        given.insert(0, "is_fp8_kvcache")
-    if given:
-        raise UnsupportedError(
-            f"{', '.join(given)}: not supported by flash_mla_with_kvcache yet",
-            ["sparse decode and FP8 caches have no kernel in this version"],
-            "leave these arguments out and pass a dense bfloat16 or float16 cache")
-
-
-def check_decode(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, metadata: Any,
-                 num_splits: Any, causal: Any, softmax_scale: Any, out: Any, lse: Any) -> DecodeProblem:
-    """The problem that arrays of one backend describe, or TypeError / ValueError. See flash_mla_with_kvcache."""
+# ---- the parts of a decode call ----
+def check_query(q: Any, head_dim_v: Any) -> str:
+    """The name of q's type, of a (batch, s_q, h_q, d_qk) array."""
     if check_int("head_dim_v", head_dim_v, 0) != HEAD_DIM_V:
         raise ValueError(f"head_dim_v: got {head_dim_v}, expected {HEAD_DIM_V}")
-    causal = check_bool("causal", causal)
     dtype = check_q_dtype("q", q)
     check_ndim("q", q, 4, "(batch, s_q, h_q, d_qk)")
-    check_ndim("k_cache", k_cache, 4, "(batch, s_k, h_kv, d_qk)" if block_table is None
-               else "(pages, page_size, h_kv, d_qk)")
-    check_dtype("k_cache", k_cache, q.dtype)
-    batch, s_q, h_q, d_qk = map(int, q.shape)
-    pages, page_size, h_kv, _ = map(int, k_cache.shape)
-    if d_qk not in HEAD_DIMS_QK:
-        raise ValueError(f"q: got head dimension {d_qk}, expected {' or '.join(map(str, HEAD_DIMS_QK))}")
-    if int(k_cache.shape[3]) != d_qk:
-        raise ValueError(f"k_cache: got head dimension {k_cache.shape[3]}, expected {d_qk} as in q")
+    if int(q.shape[3]) not in HEAD_DIMS_QK:
+        raise ValueError(f"q: got head dimension {q.shape[3]}, expected {' or '.join(map(str, HEAD_DIMS_QK))}")
+    return dtype
+
+
+def check_cache(name: str, cache: Any, q: Any, is_fp8: bool, axes: str) -> KVFormat | None:
+    """The layout of an FP8 cache, None for one of q's type. axes: what the axes mean, for messages."""
+    check_ndim(name, cache, 4, axes)
+    d_qk = int(q.shape[3])
+    if not is_fp8:
+        if cache.dtype in FP8_CACHE_DTYPES:
+            raise TypeError(f"is_fp8_kvcache: got False, expected True with {name} of dtype {cache.dtype}")
+        check_dtype(name, cache, q.dtype)
+        if int(cache.shape[3]) != d_qk:
+            raise ValueError(f"{name}: got head dimension {cache.shape[3]}, expected {d_qk} as in q")
+        return None
+    if cache.dtype not in FP8_CACHE_DTYPES:
+        raise TypeError(f"{name}: got dtype {cache.dtype}, expected uint8 (or float8_e4m3fn) with is_fp8_kvcache=True")
+    if q.dtype != Q_DTYPES["bfloat16"]:
+        raise TypeError(f"q: got dtype {q.dtype}, expected bfloat16 with an FP8 cache")
+    layout = _FP8_FORMATS[d_qk]
+    if int(cache.shape[3]) != layout.bytes_per_token:
+        raise ValueError(f"{name}: got {cache.shape[3]} bytes per token, expected {layout.bytes_per_token} with "
+                         f"is_fp8_kvcache=True and head dimension {d_qk} of q")
+    if int(cache.shape[2]) != 1:
+        raise ValueError(f"{name}: got {cache.shape[2]} heads, expected 1 in an FP8 cache")
+    token, element = cache.strides[1], cache.strides[3]
+    if cache.size and (element != 1 or (cache.shape[1] > 1 and token != layout.bytes_per_token)):
+        raise ValueError(f"{name}: got strides of {token} bytes from token to token and {element} from byte to byte, "
+                         f"expected {layout.bytes_per_token} and 1: a page of an FP8 cache is one run of bytes")
+    return layout
+
+
+def check_heads(q: Any, k_cache: Any) -> tuple[int, int]:
+    h_q, h_kv = int(q.shape[2]), int(k_cache.shape[2])
     if h_kv < 1:
         raise ValueError("k_cache: got 0 heads, expected at least 1")
     if h_q < 1 or h_q % h_kv:
         raise ValueError(f"q: got {h_q} heads, expected a positive multiple of k_cache's {h_kv}")
-    softmax_scale = check_scale("softmax_scale", softmax_scale, d_qk)
+    return h_q, h_kv
 
-    table_width = None
-    if block_table is not None:
-        check_ndim("block_table", block_table, 2, "(batch, pages of the longest request)")
-        if int(block_table.shape[0]) != batch:
-            raise ValueError(f"block_table: got {block_table.shape[0]} rows, expected {batch}, the batch of q")
-        if page_size not in PAGE_SIZES:
-            raise ValueError(f"k_cache: got page size {page_size}, expected one of {', '.join(map(str, PAGE_SIZES))}")
-        table_width = int(block_table.shape[1])
-    elif pages != batch:
-        raise ValueError(f"k_cache: got batch {pages} with block_table=None, expected {batch}, the batch of q")
-    if cache_seqlens is None:
-        raise TypeError("cache_seqlens: got None, expected int32 lengths of shape (batch,)")
-    check_shape("cache_seqlens", cache_seqlens, (batch,), "(batch,)")
 
+def check_metadata(metadata: Any, num_splits: Any, batch: int) -> None:
     if (metadata is None) != (num_splits is None):
         missing, given = ("num_splits", "tile_scheduler_metadata")[::1 if num_splits is None else -1]
         raise TypeError(f"{missing}: got None, expected the array that get_mla_metadata returned with {given}")
@@ -197,16 +221,109 @@ def check_decode(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, hea
             raise ValueError(f"tile_scheduler_metadata: got shape {(parts, width)}, expected (num_sm_parts, "
                              f"{METADATA_WIDTH}) as get_mla_metadata returns it")
         check_shape("num_splits", num_splits, (batch + 1,), "(batch + 1,)")
-    problem = DecodeProblem(batch, s_q, h_q, h_kv, d_qk, dtype, pages, page_size, table_width, causal, softmax_scale)
+
+
+def check_results(out: Any, lse: Any, problem: DecodeProblem, dtype: np.dtype) -> None:
+    """Arrays that a call writes into, or None."""
     if out is not None:
         check_shape("out", out, problem.out_shape, "(batch, s_q, h_q, head_dim_v)")
-        check_dtype("out", out, q.dtype)
+        check_dtype("out", out, dtype)
         check_writable("out", out)
     if lse is not None:
         check_shape("lse", lse, problem.lse_shape, "(batch, h_q, s_q)")
         check_dtype("lse", lse, np.dtype(np.float32))
         check_writable("lse", lse)
+
+
+def check_decode(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, metadata: Any,
+                 num_splits: Any, causal: Any, softmax_scale: Any, out: Any, lse: Any,
+                 is_fp8_kvcache: bool = False) -> DecodeProblem:
+    """The problem that arrays of one backend describe, or TypeError / ValueError. See flash_mla_with_kvcache."""
+    causal = check_bool("causal", causal)
+    dtype = check_query(q, head_dim_v)
+    layout = check_cache("k_cache", k_cache, q, is_fp8_kvcache,
+                         f"(batch, s_k, {_LAST_AXES})" if block_table is None else f"(pages, page_size, {_LAST_AXES})")
+    h_q, h_kv = check_heads(q, k_cache)
+    batch, s_q, _, d_qk = map(int, q.shape)
+    pages, page_size = map(int, k_cache.shape[:2])
+    softmax_scale = check_scale("softmax_scale", softmax_scale, d_qk)
+
+    table_width = None
+    if block_table is not None:
+        check_ndim("block_table", block_table, 2, "(batch, pages of the longest request)")
+        if int(block_table.shape[0]) != batch:
+            raise ValueError(f"block_table: got {block_table.shape[0]} rows, expected {batch}, the batch of q")
+        if page_size < 1 if layout is not None else page_size not in PAGE_SIZES:
+            expected = "at least 1" if layout is not None else f"one of {', '.join(map(str, PAGE_SIZES))}"
+            raise ValueError(f"k_cache: got page size {page_size}, expected {expected}")
+        table_width = int(block_table.shape[1])
+    elif pages != batch:
+        raise ValueError(f"k_cache: got batch {pages} with block_table=None, expected {batch}, the batch of q")
+    if cache_seqlens is None:
+        raise TypeError("cache_seqlens: got None, expected int32 lengths of shape (batch,)")
+    check_shape("cache_seqlens", cache_seqlens, (batch,), "(batch,)")
+    check_metadata(metadata, num_splits, batch)
+    problem = DecodeProblem(batch, s_q, h_q, h_kv, d_qk, dtype, pages, page_size, table_width, causal, softmax_scale,
+                            layout)
+    check_results(out, lse, problem, q.dtype)
     return problem
+
+
+def check_sparse_decode(q: Any, k_cache: Any, head_dim_v: Any, metadata: Any, num_splits: Any, causal: Any,
+                        is_fp8_kvcache: bool, indices: Any, softmax_scale: Any, attn_sink: Any, topk_length: Any,
+                        extra_k_cache: Any, extra_indices: Any, extra_topk_length: Any, out: Any, lse: Any,
+                        ) -> SparseDecodeProblem:
+    """The same for a call with indices."""
+    if check_bool("causal", causal):
+        raise ValueError("causal: got True, expected False with indices: they say what each query attends to")
+    dtype = check_query(q, head_dim_v)
+    layout = check_cache("k_cache", k_cache, q, is_fp8_kvcache, f"(pages, page_size, {_LAST_AXES})")
+    h_q, h_kv = check_heads(q, k_cache)
+    batch, s_q, _, d_qk = map(int, q.shape)
+    pages, page_size = map(int, k_cache.shape[:2])
+    topk = _check_indices("indices", indices, batch, s_q, h_kv)
+    extra = _check_extra(q, h_kv, is_fp8_kvcache, extra_k_cache, extra_indices, extra_topk_length)
+    if topk_length is not None:
+        check_shape("topk_length", topk_length, (batch,), "(batch,)")
+    if attn_sink is not None:
+        check_shape("attn_sink", attn_sink, (h_q,), "(h_q,)")
+        check_dtype("attn_sink", attn_sink, np.dtype(np.float32))
+    softmax_scale = check_scale("softmax_scale", softmax_scale, d_qk)
+    check_metadata(metadata, num_splits, batch)
+    problem = SparseDecodeProblem(batch, s_q, h_q, h_kv, d_qk, dtype, pages, page_size, None, False, softmax_scale,
+                                  layout, topk=topk, **extra)
+    check_results(out, lse, problem, q.dtype)
+    return problem
+
+
+def _check_extra(q: Any, h_kv: int, is_fp8: bool, cache: Any, indices: Any, lengths: Any) -> dict[str, int]:
+    """The fields of a SparseDecodeProblem about the second cache; none where there is none."""
+    if cache is None:
+        for name, given in (("extra_indices", indices), ("extra_topk_length", lengths)):
+            if given is not None:
+                raise TypeError(f"{name}: got {describe(given)}, expected None without extra_k_cache")
+        return {}
+    check_cache("extra_k_cache", cache, q, is_fp8, f"(pages, page_size, {_LAST_AXES})")
+    if int(cache.shape[2]) != h_kv:
+        raise ValueError(f"extra_k_cache: got {cache.shape[2]} heads, expected {h_kv} as in k_cache")
+    if indices is None:
+        raise TypeError("extra_indices: got None, expected int32 indices into extra_k_cache")
+    batch, s_q = map(int, q.shape[:2])
+    topk = _check_indices("extra_indices", indices, batch, s_q, h_kv)
+    if lengths is not None:
+        check_shape("extra_topk_length", lengths, (batch,), "(batch,)")
+    return dict(extra_pages=int(cache.shape[0]), extra_page_size=int(cache.shape[1]), extra_topk=topk)
+
+
+def _check_indices(name: str, indices: Any, batch: int, s_q: int, h_kv: int) -> int:
+    """topk of (batch, s_q, topk) or (batch, s_q, h_kv, topk) indices."""
+    shape = tuple(map(int, indices.shape))
+    if len(shape) not in (3, 4) or shape[:-1] != (batch, s_q, h_kv)[:len(shape) - 1]:
+        raise ValueError(f"{name}: got shape {shape}, expected {(batch, s_q)} and topk as in q, or "
+                         f"{(batch, s_q, h_kv)} and topk")
+    if shape[-1] < 1:
+        raise ValueError(f"{name}: got topk 0, expected at least 1")
+    return shape[-1]
 
 
 # ---- device arrays only ----

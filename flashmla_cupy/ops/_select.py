@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from flashmla_cupy import kv_format
 from flashmla_cupy.errors import UnsupportedError
 from flashmla_cupy.ops._checks import HEAD_DIM_V, HEAD_DIMS_QK
 from flashmla_cupy.runtime.device import DeviceInfo
@@ -17,9 +18,9 @@ _NUMPY_WAY_OUT = "pass NumPy arrays to run on the CPU"
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides which kernel runs. dtype: of q (dense_decode) or of out (combine)."""
+    """What decides which kernel runs. dtype: of q (dense_decode), out (combine) or what is not FP8 (kv_quant)."""
 
-    op: str  # "dense_decode" | "combine" | "sched_meta"
+    op: str  # "dense_decode" | "combine" | "sched_meta" | "kv_quant.quantize" | ...
     dtype: str = ""
     d_qk: int = 0
     d_v: int = 0
@@ -68,7 +69,8 @@ def all_specs() -> tuple[KernelSpec, ...]:
     Only what costs time as a run-time argument is compiled in: the element type and the head dimension of q and k.
     Experimental ones have no passing GPU record (tests/records) for their present source.
     """
-    return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values())
+    return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(), *_QUANTIZE.values(),
+            *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values())
 
 
 _DENSE_DECODE = {
@@ -82,6 +84,18 @@ _COMBINE = {
     for dtype in ("bfloat16", "float16", "float32")
 }
 _SCHED_META = {("", 0): KernelSpec("sched_meta", "sm80", (), (), "SchedMetaParams", experimental=True)}
+_QUANTIZE, _DEQUANTIZE = (
+    {(dtype, layout.d_qk): KernelSpec("kv_quant", path, (f"kv_format::{layout.name.upper()}", _CPP_TYPES[dtype][0]),
+                                      (layout.name, _CPP_TYPES[dtype][1]), "KvQuantParams", experimental=True)
+     for layout in kv_format.FORMATS.values() for dtype in ("bfloat16", "float32")}
+    for path in ("quantize_sm89", "dequantize_sm89"))
+_TOKEN_INDICES = {("", 0): KernelSpec("kv_quant", "token_indices_sm80", ("int32_t",), (), "TokenIndicesParams",
+                                      experimental=True)}
+
+_SPARSE_DECODE = {
+    ("bfloat16", layout.d_qk): KernelSpec("sparse_decode", "sm90", (f"kv_format::{layout.name.upper()}",),
+                                          (layout.name,), "SparseDecodeParams", experimental=True)
+    for layout in kv_format.FORMATS.values()}
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
@@ -117,8 +131,19 @@ def _sched_meta_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
     return _capability_reasons(device, (8, 0), only_major=False)
 
 
+def _kv_quant_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
+    reasons = _capability_reasons(device, (8, 9), only_major=False)  # e4m3 conversions
+    if (problem.dtype, problem.d_qk) not in _QUANTIZE:
+        known = " or ".join(f"{dtype} with {d_qk}" for dtype, d_qk in _QUANTIZE)
+        reasons.append(f"dtype, d_qk: got {problem.dtype} with {problem.d_qk}, expected {known}")
+    return reasons
+
+
 _CHOICES = {
     "dense_decode": (_DENSE_DECODE, _dense_decode_reasons),
     "combine": (_COMBINE, _combine_reasons),
     "sched_meta": (_SCHED_META, _sched_meta_reasons),
+    "kv_quant.quantize": (_QUANTIZE, _kv_quant_reasons),
+    "kv_quant.dequantize": (_DEQUANTIZE, _kv_quant_reasons),
+    "kv_quant.token_indices": (_TOKEN_INDICES, _sched_meta_reasons),
 }

@@ -27,66 +27,21 @@ _MAX_PLANS = 1024
 _MAX_MAPS_PER_PLAN = 512  # caches (layers) that share a plan
 _ARRAYS = ("q", "k_cache", "block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits", "out", "lse",
            "workspace")
-_INTEGERS, _OPTIONAL = _ARRAYS[2:6], _ARRAYS[2:]  # the checks say which of the optional ones must be there
+_INTEGERS, _OUTPUTS = _ARRAYS[2:6], _ARRAYS[6:]
+_OPTIONAL = _ARRAYS[2:]  # the checks say which of these must be there
 
 
-def flash_mla_with_kvcache(
-    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: int, tile_scheduler_metadata: Any = None,
-    num_splits: Any = None, causal: bool = False, is_fp8_kvcache: bool = False, indices: Any = None, *,
-    softmax_scale: float | None = None, attn_sink: Any = None, topk_length: Any = None, extra_k_cache: Any = None,
-    extra_indices: Any = None, extra_topk_length: Any = None, out: Any = None, lse: Any = None, workspace: Any = None,
-) -> tuple[Any, Any]:
-    """Attention of a few new query tokens over a latent KV cache: out = softmax(scale Q K^T) V, V = K[..., :512].
+def decode(options: tuple[int, bool, float | None], arrays: tuple) -> tuple[Any, Any]:
+    """flash_mla_with_kvcache without indices over a 16-bit cache. Without a copy in between: this is the fast path.
 
-    CuPy arrays run on q's device and CuPy's current stream there; nothing waits for the GPU, and the call can be
-    captured into a CUDA graph after one call outside. Arrays of other libraries on a GPU are used in place (DLPack or
-    __cuda_array_interface__) and the results are CuPy arrays. NumPy arrays run on the CPU and give NumPy arrays.
-
-    Args:
-        q: (batch, s_q, h_q, d_qk) bfloat16 (ml_dtypes) or float16, d_qk 576 or 512. Any strides.
-        k_cache: (pages, page_size, h_kv, d_qk) of q's type, page_size 16, 32, 64, 128 or 256, h_kv dividing h_q. With
-            block_table None: (batch, s_k, h_kv, d_qk). Never copied: the address and all strides are multiples of 16
-            bytes, the last axis is contiguous.
-        block_table: (batch, width) integers, the page of each page_size tokens of a request; None: contiguous cache.
-        cache_seqlens: (batch,) integers, tokens of each request; lengths beyond the cache are clipped.
-        head_dim_v: 512.
-        tile_scheduler_metadata, num_splits: what get_mla_metadata returned, or None for both to plan inside the call.
-            Metadata of other lengths give the same results, only less evenly spread work.
-        causal: query i of s_q sees the first cache_seqlens - s_q + i + 1 tokens.
-        softmax_scale: None is d_qk ** -0.5.
-        out, lse: arrays to write the results into, of any strides (out: last axis contiguous).
-        workspace: one-dimensional contiguous uint8 or float32 memory of mla_workspace_bytes; None takes it from CuPy's
-            pool (in a captured graph, from memory that the graph owns).
-        is_fp8_kvcache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length: of the sparse
-            and FP8 decode, not supported yet.
-
-    Returns:
-        out (batch, s_q, h_q, 512) of q's type, and lse (batch, h_q, s_q) float32: the natural log-sum-exp of the scaled
-        scores. A query that sees no token gives zeros and -inf.
-
-    Raises:
-        TypeError, ValueError: "argument: got ..., expected ...", before anything is launched. UnsupportedError: no
-        kernel for the device or the arguments. CaptureError: the first call of its kind inside a graph capture.
+    options: head_dim_v, causal and softmax_scale (None: the default) as int, bool and float. arrays: as in _ARRAYS.
     """
-    if (indices is not None or is_fp8_kvcache is not False or attn_sink is not None or topk_length is not None
-            or extra_k_cache is not None or extra_indices is not None or extra_topk_length is not None):
-        _checks.refuse_sparse(is_fp8_kvcache, indices=indices, attn_sink=attn_sink, topk_length=topk_length,
-                              extra_k_cache=extra_k_cache, extra_indices=extra_indices,
-                              extra_topk_length=extra_topk_length)
-    if causal is not True and causal is not False:  # 1.0 == True, so the plan's key alone would let it pass
-        causal = _checks.check_bool("causal", causal)
-    if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = _checks.check_scale("softmax_scale", softmax_scale, 0)
-    if type(head_dim_v) is not int:
-        head_dim_v = _checks.check_int("head_dim_v", head_dim_v, 0)
-    options = (head_dim_v, causal, softmax_scale)
+    q = arrays[0]
     if type(q) is not cupy.ndarray:
         if backends.backend_of("q", q) == "numpy":
-            return _on_host(q, k_cache, block_table, cache_seqlens, options, tile_scheduler_metadata, num_splits, out,
-                            lse, workspace)
+            return _on_host(options, arrays)
         q = backends.as_device("q", q)
-
-    arrays = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits, out, lse, workspace)
+        arrays = (q, *arrays[1:])
     plan = _PLANS.get((options, *map(_signature, arrays)))
     device_id = q.data.device_id
     if device_id == _device.current_device():
@@ -132,16 +87,11 @@ def _partial_bytes(parts: int, query_heads: int) -> tuple[int, int]:
 
 
 # ---- NumPy backend ----
-def _on_host(q, k_cache, block_table, cache_seqlens, options, metadata, num_splits, out, lse, workspace):
+def _on_host(options: tuple, arrays: tuple) -> tuple[np.ndarray, np.ndarray]:
     from flashmla_cupy.reference import dense_decode as reference
 
-    q, k_cache = backends.as_host("q", q), backends.as_host("k_cache", k_cache)
-    block_table, cache_seqlens, metadata, num_splits = (
-        None if x is None else backends.as_host(name, backends.as_integers(name, x))
-        for name, x in zip(_INTEGERS, (block_table, cache_seqlens, metadata, num_splits), strict=True))
-    for name, x in zip(_ARRAYS[6:], (out, lse, workspace), strict=True):
-        if x is not None and not isinstance(x, np.ndarray):
-            raise TypeError(f"{name}: got {backends.describe(x)}, expected a NumPy array, as q is on the host")
+    named = backends.host_arguments(dict(zip(_ARRAYS, arrays, strict=True)), _INTEGERS, _OUTPUTS)
+    q, k_cache, block_table, cache_seqlens, metadata, num_splits, out, lse, _ = named.values()
     head_dim_v, causal, softmax_scale = options
     problem = _checks.check_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, metadata, num_splits, causal,
                                    softmax_scale, out, lse)

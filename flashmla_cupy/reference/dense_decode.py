@@ -65,7 +65,7 @@ def attend(
     lse = xp.full((batch, h_q, s_q), -np.inf, np.float64)
     rows = s_q * h_q // h_kv
     chunk_bytes = _CHUNK_BYTES[xp.__name__]
-    for length, requests in _equal_lengths(_clipped_lengths(k_cache, block_table, cache_seqlens)):
+    for length, requests in _equal_lengths(clipped_lengths(k_cache, block_table, cache_seqlens)):
         request_bytes = 8 * h_kv * length * (2 * d_qk + 4 * rows)  # keys and values, scores and what follows from them
         step = max(1, chunk_bytes // request_bytes)
         for begin in range(0, len(requests), step):
@@ -117,7 +117,7 @@ def softmax_of_rows(
     return o, lse[..., 0]
 
 
-def _clipped_lengths(k_cache: Any, block_table: Any | None, cache_seqlens: Any) -> np.ndarray:
+def clipped_lengths(k_cache: Any, block_table: Any | None, cache_seqlens: Any) -> np.ndarray:
     """Tokens of each request on the host, between 0 and what the cache can hold."""
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     lengths = cache_seqlens.get() if hasattr(cache_seqlens, "get") else np.asarray(cache_seqlens)

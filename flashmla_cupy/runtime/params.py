@@ -18,6 +18,20 @@ _KINDS = {  # kind -> (NumPy format, bytes, alignment in C++)
 _OUT = "out_stride_batch out_stride_token out_stride_head"
 _LSE = "lse_stride_batch lse_stride_head lse_stride_token"
 
+
+
+def _sparse_keys(prefix: str) -> list[tuple[str, str]]:
+    """The members of a SparseKeys member called `prefix`."""
+    groups = [
+        ("ptr", "cache indices topk_length"),
+        ("i64", "page_stride indices_stride_batch indices_stride_token"),
+        ("i32", "topk num_slots page_size"),
+        ("u32", "page_size_magic"),
+        ("i32", "page_size_shift reserved"),
+    ]
+    return [(kind, " ".join(f"{prefix}.{name}" for name in names.split())) for kind, names in groups]
+
+
 _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in the order of the C++ declaration
     "DenseDecodeParams": [
         ("map", "k_map"),
@@ -28,6 +42,15 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
         ("u32", "heads_per_kv_magic"),
         ("i32", "heads_per_kv_shift"),
     ],
+    "SparseDecodeParams": [
+        *_sparse_keys("main"),
+        *_sparse_keys("extra"),
+        ("ptr", "q out lse o_partial lse_partial metadata attn_sink"),
+        ("i64", f"q_stride_batch q_stride_token q_stride_head {_OUT} {_LSE}"),
+        ("i32", "batch s_q h_q num_sm_parts"),
+        ("f32", "scale_log2"),
+        ("i32", "reserved"),
+    ],
     "CombineParams": [
         ("ptr", "o_partial lse_partial out lse metadata num_splits attn_sink"),
         ("i64", f"{_OUT} {_LSE}"),
@@ -37,6 +60,22 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
     "SchedMetaParams": [
         ("ptr", "cache_seqlens metadata num_splits cost_prefix"),
         ("i32", "batch num_sm_parts block_size overhead_blocks fixed_seqlen reserved"),
+    ],
+    "KvQuantParams": [
+        ("ptr", "kv cache"),
+        ("i64", "kv_stride_page kv_stride_token cache_stride_page"),
+        ("i32", "tokens page_size"),
+        ("u32", "page_size_magic"),
+        ("i32", "page_size_shift power_of_two_scales reserved"),
+    ],
+    "TokenIndicesParams": [
+        ("ptr", "block_table positions indices"),
+        ("i64", "block_table_stride positions_stride"),
+        ("i32", "count per_request"),
+        ("u32", "per_request_magic"),
+        ("i32", "per_request_shift table_width page_size"),
+        ("u32", "page_size_magic"),
+        ("i32", "page_size_shift"),
     ],
 }
 

@@ -130,17 +130,6 @@ def test_metadata_of_a_decode_call(place, change, argument, error, text):
     fails(lambda: flash_mla_with_kvcache(**arguments), argument, error, text, place.launches)
 
 
-@pytest.mark.parametrize("argument", ["indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices",
-                                      "extra_topk_length"])
-def test_arguments_of_the_sparse_decode_are_refused(place, argument):
-    with pytest.raises(UnsupportedError, match=f"^{argument}: not supported .* \\(leave these arguments out"):
-        flash_mla_with_kvcache(**place.decode(), **{argument: place.array((2, 1, 64), np.int32)})
-    with pytest.raises(UnsupportedError, match="^is_fp8_kvcache, indices: not supported"):
-        flash_mla_with_kvcache(**place.decode(), is_fp8_kvcache=True, indices=place.array((2, 1, 64), np.int32))
-    with pytest.raises(TypeError, match="^is_fp8_kvcache: got 1"):
-        flash_mla_with_kvcache(**place.decode(), is_fp8_kvcache=1)
-
-
 # ---- where the arrays are ----
 @pytest.mark.parametrize("argument", ["k_cache", "out", "lse", "workspace"])
 def test_host_array_beside_device_q(gpu, argument):

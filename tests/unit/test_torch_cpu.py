@@ -6,13 +6,18 @@ import inspect
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from flashmla_cupy.errors import UnsupportedError  # noqa: E402
+from flashmla_cupy.kv_format import D512, V32  # noqa: E402
+from flashmla_cupy.reference import kv_quant  # noqa: E402
 from flashmla_cupy.reference.dense_decode import attend  # noqa: E402
+from flashmla_cupy.reference.sched_meta import plan as sched_plan  # noqa: E402
+from flashmla_cupy.reference.sparse_decode import attend as sparse_attend  # noqa: E402
+from flashmla_cupy.reference.sparse_decode import attend_paged  # noqa: E402
 from flashmla_cupy.torch import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata  # noqa: E402
 
 
@@ -97,13 +102,85 @@ def test_views_gradients_and_int64():
     assert torch.equal(out, expected) and not out.requires_grad and not lse.requires_grad
 
 
-@pytest.mark.parametrize("name", ["indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length",
-                                  "extra_topk_length"])
-def test_sparse_arguments_are_refused_by_their_name(name):
-    with pytest.raises(UnsupportedError, match=f"^{name}: not supported"):
-        flash_mla_with_kvcache(*small(), 512, None, **{name: torch.zeros(2)})
-    with pytest.raises(UnsupportedError, match="^is_fp8_kvcache: not supported"):
-        flash_mla_with_kvcache(*small(), 512, None, is_fp8_kvcache=True)
+def small_fp8(layout, batch=2, s_q=2, h_q=16, topk=70):
+    """q, FP8 cache as uint8, indices with some invalid ones."""
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(batch, s_q, h_q, layout.d_qk, generator=generator).to(torch.bfloat16)
+    values = torch.randn(4, 64, 1, layout.d_qk, generator=generator).numpy()
+    indices = torch.randint(-9, 265, (batch, s_q, topk), generator=generator, dtype=torch.int32)
+    return q, torch.from_numpy(kv_quant.quantize(values, layout)), indices
+
+
+def as_bf16(q):
+    return q.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("layout", [V32, D512], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int8])
+def test_sparse_decode(layout, dtype):
+    q, cache, indices = small_fp8(layout)
+    _, extra, _ = small_fp8(layout)
+    sink, lengths = torch.linspace(-5, 20, 16), torch.tensor([70, 0], dtype=torch.int32)
+    options = dict(attn_sink=sink, topk_length=lengths, extra_topk_length=torch.tensor([3, -1], dtype=torch.int32))
+    sched, nothing = get_mla_metadata()
+    result = flash_mla_with_kvcache(q, cache.view(dtype), None, None, 512, sched, nothing, 0.05, False, True, indices,
+                                    extra_k_cache=extra.view(dtype), extra_indices_in_kvcache=indices[..., :5],
+                                    **options)
+    out, lse = sparse_attend(
+        as_bf16(q), cache.numpy(), indices.numpy(), softmax_scale=0.05, extra_k_cache=extra.numpy(),
+        extra_indices=indices[..., :5].numpy(), **{name: x.numpy() for name, x in options.items()})
+    check(result, (out, np.where(lse == -np.inf, np.inf, lse)), torch.bfloat16)
+    assert not result[0][1].any() and torch.isposinf(result[1][1]).all()
+    assert sched.config == FlashMLASchedMeta.Config(2, 2, 16, 64, 1, False, True, 70, 64, 5)
+    expected = sched_plan(np.full(2, 128 + 5), sched.tile_scheduler_metadata.shape[0], overhead_blocks=4)
+    assert (sched.tile_scheduler_metadata.numpy() == expected[0]).all()
+    again = flash_mla_with_kvcache(q, cache.view(dtype), None, None, 512, sched, None, 0.05, False, True, indices, sink,
+                                   extra.view(dtype), indices[..., :5], lengths, options["extra_topk_length"])
+    assert torch.equal(again[0], result[0])
+    with pytest.raises(ValueError, match="^tile_scheduler_metadata: got topk 69, expected 70, extra_page_block_size"):
+        flash_mla_with_kvcache(q, cache, None, None, 512, sched, None, 0.05, False, True, indices[..., 1:])
+
+
+@pytest.mark.parametrize("layout", [V32, D512], ids=lambda layout: layout.name)
+def test_dense_decode_over_an_fp8_cache(layout):
+    q, cache, _ = small_fp8(layout)
+    table, lengths = torch.tensor([[3, 1], [-1, -1]], dtype=torch.int32), torch.tensor([100, 0], dtype=torch.int32)
+    for sched in (None, get_mla_metadata()[0]):
+        result = flash_mla_with_kvcache(q, cache.view(torch.float8_e4m3fn), table, lengths, 512, sched, causal=True,
+                                        is_fp8_kvcache=True)
+        out, lse = attend_paged(as_bf16(q), cache.numpy(), table.numpy(), lengths.numpy(), causal=True)
+        check(result, (out, np.where(lse == -np.inf, np.inf, lse)), torch.bfloat16)
+
+
+def test_sparse_decode_over_a_16_bit_cache():
+    q, k_cache, _, _ = small()
+    indices = torch.randint(0, 400, (3, 2, 6), dtype=torch.int32)
+    result = flash_mla_with_kvcache(q, k_cache, None, None, 512, None, indices=indices)
+    check(result, sparse_attend(q.double().numpy(), k_cache.double().numpy(), indices.numpy()), torch.bfloat16)
+
+
+@pytest.mark.parametrize("change, named, error", [
+    (dict(causal=True), "causal", ValueError), (dict(is_fp8_kvcache=False), "is_fp8_kvcache", TypeError),
+    (dict(indices=torch.zeros(2, 2, 0, dtype=torch.int32)), "indices", ValueError),
+    (dict(indices=torch.zeros(2, 2, 7)), "indices", TypeError),
+    (dict(indices=np.zeros((2, 2, 7), np.int32)), "indices", TypeError),
+    (dict(k_cache=torch.zeros(4, 64, 1, 576, dtype=torch.uint8)), "k_cache", ValueError),
+    (dict(k_cache=torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16)), "k_cache", TypeError),
+    (dict(attn_sink=torch.zeros(16, dtype=torch.bfloat16)), "attn_sink", TypeError),
+    (dict(topk_length=torch.zeros(3, dtype=torch.int32)), "topk_length", ValueError),
+    (dict(extra_k_cache=torch.zeros(4, 64, 1, 656, dtype=torch.uint8)), "extra_indices", TypeError),
+    (dict(extra_indices_in_kvcache=torch.zeros(2, 2, 4, dtype=torch.int32)), "extra_indices", TypeError),
+    (dict(indices=None, attn_sink=torch.zeros(16)), "attn_sink", TypeError),
+])
+@pytest.mark.parametrize("with_sched", [False, True])
+def test_wrong_sparse_arguments_are_named(change, named, error, with_sched):
+    q, cache, indices = small_fp8(V32)
+    sched = get_mla_metadata()[0] if with_sched else None
+    arguments = dict(q=q, k_cache=cache, block_table=None, cache_seqlens=None, head_dim_v=512, is_fp8_kvcache=True,
+                     indices=indices, tile_scheduler_metadata=sched)
+    with pytest.raises(error, match=f"^{named}: got .*expected "):
+        flash_mla_with_kvcache(**{**arguments, **change})
+    assert sched is None or not sched.have_initialized
 
 
 @pytest.mark.parametrize("argument, value, error", [

@@ -1,0 +1,44 @@
+// Compile-time shape of the FP8 sparse decode kernel on sm_90a.
+#pragma once
+#include "attention/split.cuh"
+#include "common/kv_format.cuh"
+#include "common/types.cuh"
+#include "tile/swizzle.cuh"
+
+namespace flashmla::sparse_decode {
+
+template <int kTiles, int kStages>
+struct alignas(1024) SharedStorage {
+  static constexpr int kTileElements = tile::kTileBytes / 2;
+  bf16_t q[kTiles][kTileElements];
+  bf16_t k[kStages][kTiles][kTileElements];  // 64 tokens x 64 dims a tile; tiles 0-7 are also V
+  bf16_t p[kTileElements];                   // 64 heads x 64 tokens
+  float rescale[64];                         // per head: factor for the accumulated output before this block is added
+  float inv_sum[64];                         // per head: 1 / row sum (and the sink), valid with the last block
+  uint16_t valid[kStages][4];                // a bit a token: its index is one of the cache
+  uint64_t k_full[kStages], k_empty[kStages];
+  uint64_t p_full[2], p_empty;
+  attention::PartPlan plan;
+};
+
+template <class Format_>
+struct Config {
+  using Format = Format_;  // kv_format::V32 | kv_format::D512
+  static constexpr int kRows = 64;                    // heads of a CTA
+  static constexpr int kBlock = attention::kKvBlock;  // tokens of a block
+  static constexpr int kHeadDimV = 512;
+  static constexpr int kTiles = Format::kQk / 64;
+  static constexpr int kStages = 2;
+
+  static constexpr int kThreads = 512;  // a dequantising, a score and two output warpgroups
+  static constexpr int kMinBlocks = 1;
+  static constexpr int kClusterX = 1;
+  static constexpr int kDequantRegisters = 88, kScoreRegisters = 88, kOutputRegisters = 168;
+  static_assert(kDequantRegisters + kScoreRegisters + 2 * kOutputRegisters <= 512, "65536 registers an SM");
+
+  using Storage = SharedStorage<kTiles, kStages>;
+  static constexpr int kSmemBytes = sizeof(Storage);
+  static_assert(kSmemBytes <= 232448, "227 KB of shared memory a CTA");
+};
+
+}  // namespace flashmla::sparse_decode
