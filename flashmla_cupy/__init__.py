@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from .runtime import env
+
 __version__ = "0.1.0"
+
+env.let_cupy_import()
+del env
 
 _EXPORTS = {  # public name -> module that defines it, imported at first use
     "get_mla_metadata": "flashmla_cupy.ops.sched_meta",

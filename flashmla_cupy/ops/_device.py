@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from flashmla_cupy.runtime import device, params
 from flashmla_cupy.runtime.launch import Kernel
 
 from . import _select
+from ._checks import HEAD_DIM_V
 
 current_device = cupy.cuda.runtime.getDevice
 
@@ -97,6 +99,33 @@ def contiguous(x: cupy.ndarray, dtype: Any = None) -> cupy.ndarray:
 def assign(target: cupy.ndarray, source: Any) -> None:
     """Writes `source` (an array or a number) into `target`, whatever its strides, and nowhere else."""
     target[...] = source
+
+
+def loads_16_bytes(x: cupy.ndarray) -> bool:
+    """Whether every row along the last axis of an array is contiguous and begins at a multiple of 16 bytes."""
+    if x.size == 0:
+        return True
+    return (x.data.ptr % 16 == 0 and x.strides[-1] == x.dtype.itemsize
+            and all(stride % 16 == 0 for stride, length in zip(x.strides, x.shape[:-1], strict=False) if length > 1))
+
+
+def strides_of(x: cupy.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """Byte strides of `x`, or those of the new C-contiguous array that stands for None."""
+    if x is not None:
+        return x.strides
+    return tuple(dtype.itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape)))
+
+
+def element_strides(array: str, strides: tuple[int, ...], dtype: np.dtype, axes: str) -> dict[str, int]:
+    """Struct fields such as q_stride_batch, in elements."""
+    elements = (stride // dtype.itemsize for stride in strides)
+    return {f"{array}_stride_{axis}": stride for axis, stride in zip(axes.split(), elements, strict=True)}
+
+
+def partial_bytes(parts: int, query_heads: int) -> tuple[int, int]:
+    """Bytes of o_partial, and of o_partial with lse_partial behind it. query_heads: s_q * h_q."""
+    o_bytes = 2 * parts * query_heads * HEAD_DIM_V * 4
+    return o_bytes, -(-(o_bytes + 2 * parts * query_heads * 4) // 16) * 16
 
 
 class ParamTemplate:

@@ -91,7 +91,6 @@ _QUANTIZE, _DEQUANTIZE = (
     for path in ("quantize_sm89", "dequantize_sm89"))
 _TOKEN_INDICES = {("", 0): KernelSpec("kv_quant", "token_indices_sm80", ("int32_t",), (), "TokenIndicesParams",
                                       experimental=True)}
-
 _SPARSE_DECODE = {
     ("bfloat16", layout.d_qk): KernelSpec("sparse_decode", "sm90", (f"kv_format::{layout.name.upper()}",),
                                           (layout.name,), "SparseDecodeParams", experimental=True)
@@ -139,6 +138,14 @@ def _kv_quant_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
     return reasons
 
 
+def _sparse_decode_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
+    reasons = _capability_reasons(device, (9, 0), only_major=True)
+    if (problem.dtype, problem.d_qk) not in _SPARSE_DECODE:
+        known = " or ".join(f"{dtype} with {d_qk}" for dtype, d_qk in _SPARSE_DECODE)
+        reasons.append(f"dtype, d_qk: got {problem.dtype} with {problem.d_qk}, expected {known}")
+    return reasons
+
+
 _CHOICES = {
     "dense_decode": (_DENSE_DECODE, _dense_decode_reasons),
     "combine": (_COMBINE, _combine_reasons),
@@ -146,4 +153,5 @@ _CHOICES = {
     "kv_quant.quantize": (_QUANTIZE, _kv_quant_reasons),
     "kv_quant.dequantize": (_DEQUANTIZE, _kv_quant_reasons),
     "kv_quant.token_indices": (_TOKEN_INDICES, _sched_meta_reasons),
+    "sparse_decode": (_SPARSE_DECODE, _sparse_decode_reasons),
 }

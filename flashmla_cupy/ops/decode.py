@@ -22,7 +22,7 @@ def flash_mla_with_kvcache(
     CuPy arrays run on q's device and CuPy's current stream there; nothing waits for the GPU, and the call can be
     captured into a CUDA graph after one call outside. Arrays of other libraries on a GPU are used in place (DLPack or
     __cuda_array_interface__) and the results are CuPy arrays. NumPy arrays run on the CPU and give NumPy arrays.
-    So far indices and FP8 caches have no GPU kernel: they need NumPy arrays.
+    On a GPU, indices go with an FP8 cache and a 16-bit cache without; the two other combinations need NumPy arrays.
 
     Args:
         q: (batch, s_q, h_q, d_qk) bfloat16 (ml_dtypes) or float16, d_qk 576 or 512. Any strides.

@@ -61,7 +61,7 @@ def mla_workspace_bytes(batch: int, s_q: int, h_q: int, h_kv: int = 1, num_sm_pa
         sm_count = _device.info(_device.current_device()).sm_count if gpu_available() else sched_meta.NOMINAL_SM_COUNT
         num_sm_parts = sched_meta.num_sm_parts(sm_count, h_kv, s_q * h_q // h_kv)
     parts = _checks.check_int("num_sm_parts", num_sm_parts, 1)
-    partial_bytes = _partial_bytes(parts, s_q * h_q)[1] if parts > 1 else 0
+    partial_bytes = _device.partial_bytes(parts, s_q * h_q)[1] if parts > 1 else 0
     return partial_bytes + sched_meta.plan_bytes(batch, parts)
 
 
@@ -79,11 +79,6 @@ def _signature(x: Any) -> Any:
     memory = x.data
     return x.shape, x.strides, x.dtype, memory.device_id, memory.ptr & 15
 
-
-def _partial_bytes(parts: int, query_heads: int) -> tuple[int, int]:
-    """Bytes of o_partial, and of o_partial with lse_partial behind it. query_heads: s_q * h_q."""
-    o_bytes = 2 * parts * query_heads * HEAD_DIM_V * 4
-    return o_bytes, -(-(o_bytes + 2 * parts * query_heads * 4) // 16) * 16
 
 
 # ---- NumPy backend ----
@@ -133,7 +128,7 @@ def _stage(options: tuple, arrays: tuple) -> tuple[Any, Any]:
     if workspace is not None:
         _checks.check_workspace(workspace, _Plan.workspace_bytes(problem, metadata, device_id))
 
-    usable = (_loads_16_bytes(q) and (out is None or _loads_16_bytes(out))
+    usable = (_device.loads_16_bytes(q) and (out is None or _device.loads_16_bytes(out))
               and all(_is_int32(x, rows_may_be_apart=x is table) for x in integers)
               and (metadata is None or metadata.data.ptr % 16 == 0))
     if usable:
@@ -156,9 +151,9 @@ def _run_staged(options: tuple, named: dict, result_out: Any, result_lse: Any, s
     staged = dict(named, out=result_out, lse=result_lse)
     for name in ("block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits"):
         staged[name] = _staged_integers(name, named[name], stream_ptr)
-    if not _loads_16_bytes(named["q"]):
+    if not _device.loads_16_bytes(named["q"]):
         staged["q"] = _device.contiguous(named["q"])
-    if not _loads_16_bytes(result_out):
+    if not _device.loads_16_bytes(result_out):
         staged["out"] = cupy.empty(result_out.shape, result_out.dtype)
     arrays = tuple(staged.values())
     plan = _PLANS.get((options, *map(_signature, arrays)))
@@ -189,13 +184,6 @@ def _is_int32(x: Any, rows_may_be_apart: bool = False) -> bool:
     return x.flags.c_contiguous
 
 
-def _loads_16_bytes(x: Any) -> bool:
-    """Whether every row along the last axis of a 16-bit array is contiguous and begins at a multiple of 16 bytes."""
-    if x.size == 0:
-        return True
-    return (x.data.ptr % 16 == 0 and x.strides[-1] == x.dtype.itemsize
-            and all(stride % 16 == 0 for stride, length in zip(x.strides, x.shape[:-1], strict=False) if length > 1))
-
 
 # ---- plan and launch ----
 class _Plan:
@@ -213,7 +201,7 @@ class _Plan:
             return
         self.parts, self.splits = self.parts_and_splits(p, metadata, device_id)
         self.plans_inside = metadata is None
-        self.o_bytes, self.plan_offset = _partial_bytes(self.parts, p.s_q * p.h_q) if self.splits else (0, 0)
+        self.o_bytes, self.plan_offset = _device.partial_bytes(self.parts, p.s_q * p.h_q) if self.splits else (0, 0)
         self.total_bytes = self.workspace_bytes(p, metadata, device_id)
         # Nothing can be split when the table holds one KV block a request: plan for that, whatever the lengths say.
         self.fixed_seqlen = p.max_seqlen if p.max_seqlen <= sched_meta.KV_BLOCK_TOKENS else -1
@@ -222,9 +210,9 @@ class _Plan:
         self.grid = (-(-p.rows // sched_meta.QUERY_ROWS_PER_BLOCK), p.h_kv, self.parts)
         self._map_arguments = _map_arguments(k_cache, p)
         self._maps: dict[int, bytes] = {}
-        strides = {**_element_strides("q", q.strides[:3], q.dtype, "batch token head"),
-                   **_element_strides("out", _strides(out, self.out_shape, q.dtype)[:3], q.dtype, "batch token head"),
-                   **_element_strides("lse", _strides(lse, self.lse_shape, np.dtype(np.float32)), np.dtype(np.float32),
+        strides = {**_device.element_strides("q", q.strides[:3], q.dtype, "batch token head"),
+                   **_device.element_strides("out", _device.strides_of(out, self.out_shape, q.dtype)[:3], q.dtype, "batch token head"),
+                   **_device.element_strides("lse", _device.strides_of(lse, self.lse_shape, np.dtype(np.float32)), np.dtype(np.float32),
                                       "batch head token")}
         sizes = dict(batch=p.batch, s_q=p.s_q, heads_per_kv=p.heads_per_kv, h_kv=p.h_kv, num_sm_parts=self.parts)
         magic, shift = kernel_params.divisor(p.heads_per_kv)
@@ -257,7 +245,7 @@ class _Plan:
         if p.nothing_to_attend or p.batch * p.s_q == 0:
             return 0
         parts, splits = cls.parts_and_splits(p, metadata, device_id)
-        partial_bytes = _partial_bytes(parts, p.s_q * p.h_q)[1] if splits else 0
+        partial_bytes = _device.partial_bytes(parts, p.s_q * p.h_q)[1] if splits else 0
         return partial_bytes + (sched_meta.plan_bytes(p.batch, parts) if metadata is None else 0)
 
     def run(self, q, k_cache, table, lengths, metadata, num_splits, out, lse, workspace) -> tuple[Any, Any]:
@@ -316,15 +304,3 @@ def _map_arguments(k_cache: Any, p: DecodeProblem) -> dict[str, Any]:
     return dict(dtype_name=p.dtype, shape=(64, p.page_size, p.d_qk // 64, p.h_kv, p.pages),
                 strides_bytes=(token, 128, head, page), box=(64, box_tokens, 1, 1, 1))
 
-
-def _strides(x: Any, shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-    """Byte strides of `x`, or those of the new C-contiguous array that stands for None."""
-    if x is not None:
-        return x.strides
-    return tuple(dtype.itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape)))
-
-
-def _element_strides(array: str, strides: tuple[int, ...], dtype: np.dtype, axes: str) -> dict[str, int]:
-    """Struct fields such as q_stride_batch, in elements."""
-    elements = (stride // dtype.itemsize for stride in strides)
-    return {f"{array}_stride_{axis}": stride for axis, stride in zip(axes.split(), elements, strict=True)}

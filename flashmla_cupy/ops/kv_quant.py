@@ -71,7 +71,7 @@ def quantize_kv_cache(kv: Any, *, layout: str = "v32", page_size: int | None = N
         if out is None:
             out = _empty_cache(pages, page_size, layout, clear=tokens < pages * page_size)
         with _device.temporaries(stream_ptr):
-            if not _loads_16_bytes(kv):
+            if not _device.loads_16_bytes(kv):
                 kv = _device.contiguous(kv)
             _launch(kernel, kv, out, layout, tokens, page_size, power_of_two_scales, stream_ptr)
             del kv  # a temporary goes back inside the block
@@ -123,7 +123,7 @@ def dequantize_kv_cache(cache: Any, *, layout: str = "v32", dtype: Any = "bfloat
         if out is None:
             out = cupy.empty(shape, dtype)
         with _device.temporaries(stream_ptr):
-            target = out if _loads_16_bytes(out) else cupy.empty(shape, dtype)
+            target = out if _device.loads_16_bytes(out) else cupy.empty(shape, dtype)
             _launch(kernel, target, cache, layout, pages * page_size, page_size, False, stream_ptr)
             if target is not out:
                 _device.assign(out, target)
@@ -291,13 +291,6 @@ def _check_device_arrays(device_id: int, layout: KVFormat, **arrays: Any) -> Non
         if x.dtype == _UINT8 and x.size and (x.data.ptr % 16 or (x.shape[0] > 1 and x.strides[0] % 16)):
             raise ValueError(f"{name}: got address {x.data.ptr:#x} and a page stride of {x.strides[0]} bytes, expected "
                              "multiples of 16")
-
-
-def _loads_16_bytes(x: Any) -> bool:
-    """Whether the values of every token are contiguous and begin at a multiple of 16 bytes."""
-    return x.size == 0 or (x.data.ptr % 16 == 0 and x.strides[-1] == x.dtype.itemsize
-                           and all(stride % 16 == 0 for stride, length in zip(x.strides[:-1], x.shape, strict=False)
-                                   if length > 1))
 
 
 def _empty_cache(pages: int, page_size: int, layout: KVFormat, clear: bool) -> cupy.ndarray:

@@ -27,6 +27,11 @@ def num_sm_parts(sm_count: int, num_heads_k: int, num_q_tokens_per_head_k: int) 
     return max(1, sm_count // num_heads_k // max(1, blocks_of_rows))
 
 
+def num_sparse_sm_parts(sm_count: int, s_q: int, h_q: int, h_kv: int = 1) -> int:
+    """The same for sparse attention, where query tokens attend to different keys and cannot share a block of rows."""
+    return max(1, sm_count // h_kv // max(1, s_q * -(-(h_q // h_kv) // QUERY_ROWS_PER_BLOCK)))
+
+
 def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads_k: int,
                      num_heads_q: int | None = None, is_fp8_kvcache: bool = False, topk: int | None = None):
     """The tile-scheduler metadata of a decode call, from lengths on the device, without a host synchronisation.
@@ -36,7 +41,7 @@ def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads
             lengths count as 0.
         num_q_tokens_per_head_k: s_q * h_q // h_kv.
         num_heads_k: h_kv.
-        num_heads_q: h_q; only checked.
+        num_heads_q: h_q; with topk it tells how many query tokens share the SMs.
         is_fp8_kvcache: accepted for FlashMLA's signature; the plan does not depend on it.
         topk: for sparse attention, the tokens that every query attends to; cache_seqlens then only gives the batch.
 
@@ -61,15 +66,20 @@ def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads
     if topk is not None:
         topk = _checks.check_int("topk", topk, 0)
 
+    def parts_of(sm_count: int) -> int:
+        if topk is None or num_heads_q is None:
+            return num_sm_parts(sm_count, h_kv, rows)
+        return num_sparse_sm_parts(sm_count, rows * h_kv // num_heads_q, num_heads_q, h_kv)
+
     if isinstance(lengths, np.ndarray):
-        parts = num_sm_parts(NOMINAL_SM_COUNT, h_kv, rows)
+        parts = parts_of(NOMINAL_SM_COUNT)
         return reference.plan(lengths, parts, block_size=KV_BLOCK_TOKENS, overhead_blocks=OVERHEAD_BLOCKS, topk=topk)
 
     _checks.check_element_alignment(cache_seqlens=lengths)
     device_id = lengths.data.device_id
     with _device.on_device(device_id):
         batch = lengths.shape[0]
-        parts = num_sm_parts(_device.info(device_id).sm_count, h_kv, rows)
+        parts = parts_of(_device.info(device_id).sm_count)
         buffer = cupy.empty(plan_bytes(batch, parts), np.uint8)  # the views returned keep the scratch part alive too
         metadata, num_splits = plan_views(buffer, batch, parts)
         write_plan(lengths, metadata, num_splits, buffer.data.ptr, _device.current_stream_ptr(), topk)

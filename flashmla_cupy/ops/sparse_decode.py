@@ -5,15 +5,19 @@ Arguments travel as a dict by the names of flash_mla_with_kvcache, None where th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import cupy
 import numpy as np
 
 from flashmla_cupy import backends
 from flashmla_cupy.errors import UnsupportedError
+from flashmla_cupy.runtime import params as kernel_params
 
-from . import _checks
+from . import _checks, _device, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem, SparseDecodeProblem
+from ._select import Problem
 from .sched_meta import KV_BLOCK_TOKENS
 
 _REQUIRED = ("q", "k_cache")
@@ -36,7 +40,11 @@ def serves(arguments: dict[str, Any]) -> bool:
 
 def decode(arguments: dict[str, Any]) -> tuple[Any, Any]:
     """flash_mla_with_kvcache for the calls that this module serves."""
-    return _on_host(*prepare(arguments))
+    problem, arrays = prepare(arguments)
+    if isinstance(arrays["q"], np.ndarray):
+        return _on_host(problem, arrays)
+    with _device.on_device(arrays["q"].data.device_id):
+        return _on_gpu(problem, arrays)
 
 
 def prepare(arguments: dict[str, Any]) -> tuple[DecodeProblem, dict[str, Any]]:
@@ -62,11 +70,27 @@ def prepare(arguments: dict[str, Any]) -> tuple[DecodeProblem, dict[str, Any]]:
     problem = _problem(arrays, scalars)
     _checks.check_same_device(arrays["q"].data.device_id, **arrays)
     _checks.check_element_alignment(**arrays)
-    given = ["is_fp8_kvcache"] if problem.kv_format else []
-    given += [name for name in _SPARSE if arguments[name] is not None]
-    raise UnsupportedError(f"{', '.join(given)}: not supported by flash_mla_with_kvcache on a GPU yet",
-                           ["indices and FP8 caches have no kernel in this version"],
-                           "leave these arguments out, or pass NumPy arrays to run on the CPU")
+    if not sparse or problem.kv_format is None:
+        given = "is_fp8_kvcache without indices" if not sparse else "indices without is_fp8_kvcache"
+        raise UnsupportedError(f"{given}: not supported by flash_mla_with_kvcache on a GPU yet",
+                               ["there is a kernel for indices into an FP8 cache, and for a 16-bit cache without"],
+                               "pass NumPy arrays to run on the CPU")
+    for name in ("k_cache", "extra_k_cache"):
+        _check_pages(name, arrays[name])
+    if arrays["out"] is not None and arrays["out"].strides[3] != arrays["out"].dtype.itemsize:
+        raise ValueError(f"out: got stride {arrays['out'].strides[3]} bytes along the last axis, expected it contiguous")
+    if arrays["workspace"] is not None:
+        parts, _ = _parts_and_splits(problem, arrays["tile_scheduler_metadata"], arrays["q"].data.device_id)
+        _checks.check_workspace(arrays["workspace"], _workspace_bytes(problem, arrays, parts))
+    return problem, arrays
+
+
+def _check_pages(name: str, cache: Any) -> None:
+    """Rows of a token are read 16 bytes at a time."""
+    if cache is not None and cache.size and (
+            cache.data.ptr % 16 or (cache.shape[0] > 1 and (cache.strides[0] % 16 or cache.strides[0] <= 0))):
+        raise ValueError(f"{name}: got address {cache.data.ptr:#x} and a page stride of {cache.strides[0]} bytes, "
+                         "expected multiples of 16 bytes")
 
 
 def planned_tokens(problem: DecodeProblem) -> int | None:
@@ -108,3 +132,117 @@ def _on_host(problem: DecodeProblem, arrays: dict[str, Any]) -> tuple[np.ndarray
             softmax_scale=problem.softmax_scale, causal=problem.causal)
     out[...], lse[...] = exact_out.astype(q.dtype), exact_lse
     return out, lse
+
+
+# ---- GPU ----
+def _on_gpu(p: SparseDecodeProblem, arrays: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
+    """Stages what the kernel cannot read, plans if there are no metadata, and launches; on q's device, the current."""
+    q, out, lse = arrays["q"], arrays["out"], arrays["lse"]
+    out = cupy.empty(p.out_shape, q.dtype) if out is None else out
+    lse = cupy.empty(p.lse_shape, np.float32) if lse is None else lse
+    if p.nothing_to_attend or 0 in q.shape:
+        _device.assign(out.view(np.uint16), 0)
+        _device.assign(lse, -np.inf)
+        return out, lse
+    stream_ptr = _device.current_stream_ptr()
+    with _device.temporaries(stream_ptr):
+        direct = _device.loads_16_bytes(out)
+        target = out if direct else cupy.empty(p.out_shape, q.dtype)
+        staged = {name: _staged(name, x, stream_ptr) for name, x in arrays.items()}
+        _launch(p, staged, target, lse, stream_ptr)
+        del staged
+        if not direct:
+            _device.assign(out, target)
+    return out, lse
+
+
+def _staged(name: str, x: Any, stream_ptr: int) -> Any:
+    """`x` as the kernels read it: q by rows of 16 bytes, int32 indices along a contiguous last axis."""
+    if x is None or name in _OUTPUTS or name in ("k_cache", "extra_k_cache"):
+        return x
+    if isinstance(x, np.ndarray):
+        x = _device.upload(name, x, stream_ptr)
+    if name == "q":
+        return x if _device.loads_16_bytes(x) else _device.contiguous(x)
+    if name in ("indices", "extra_indices"):
+        x = x[:, :, 0] if x.ndim == 4 else x
+        if x.dtype != np.int32:  # a slot that int32 cannot hold is no slot
+            x = cupy.clip(x, -1, 2**31 - 1).astype(np.int32)
+        return x if x.shape[-1] == 1 or x.strides[-1] == 4 else _device.contiguous(x)
+    dtype = np.float32 if name == "attn_sink" else np.int32
+    usable = x.dtype == dtype and x.flags.c_contiguous and (name != "tile_scheduler_metadata" or x.data.ptr % 16 == 0)
+    return x if usable else _device.contiguous(x, dtype)
+
+
+def _parts_and_splits(p: SparseDecodeProblem, metadata: Any, device_id: int) -> tuple[int, bool]:
+    """The number of SM parts, and whether the plan may split a request; metadata that are given may split any."""
+    if metadata is not None:
+        return metadata.shape[0], metadata.shape[0] > 1
+    parts = sched_meta.num_sparse_sm_parts(_device.info(device_id).sm_count, p.s_q, p.h_q)
+    return parts, parts > 1 and planned_tokens(p) > KV_BLOCK_TOKENS
+
+
+def _workspace_bytes(p: SparseDecodeProblem, arrays: dict[str, Any], parts: int) -> int:
+    plan = sched_meta.plan_bytes(p.batch, parts) if arrays["tile_scheduler_metadata"] is None else 0
+    return _device.partial_bytes(parts, p.s_q * p.h_q)[1] + plan
+
+
+def _launch(p: SparseDecodeProblem, arrays: dict[str, Any], out: Any, lse: Any, stream_ptr: int) -> None:
+    """Scheduler (without metadata), decode, and combine where something may be split."""
+    q, metadata, num_splits = arrays["q"], arrays["tile_scheduler_metadata"], arrays["num_splits"]
+    device_id = q.data.device_id
+    kernel = _device.get_kernel(Problem("sparse_decode", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
+    parts, splits = _parts_and_splits(p, metadata, device_id)
+    workspace, needed = arrays["workspace"], _workspace_bytes(p, arrays, parts)
+    memory = _device.scratch(needed, stream_ptr) if workspace is None else workspace.data
+    o_bytes, plan_offset = _device.partial_bytes(parts, p.s_q * p.h_q)
+    if metadata is None:
+        base = memory.ptr + plan_offset
+        metadata_offset, splits_offset, _ = sched_meta.plan_offsets(p.batch, parts)
+        metadata_ptr, splits_ptr = base + metadata_offset, base + splits_offset
+        sched_meta.launch_plan(p.batch, parts, 0, metadata_ptr, splits_ptr, base, stream_ptr, planned_tokens(p))
+    else:
+        metadata_ptr, splits_ptr = metadata.data.ptr, num_splits.data.ptr
+
+    sink = arrays.get("attn_sink")
+    pointers = dict(out=out.data.ptr, lse=lse.data.ptr, o_partial=memory.ptr if splits else 0,
+                    lse_partial=memory.ptr + o_bytes if splits else 0, metadata=metadata_ptr,
+                    attn_sink=0 if sink is None else sink.data.ptr)
+    strides = {**_device.element_strides("out", out.strides[:3], out.dtype, "batch token head"),
+               **_device.element_strides("lse", lse.strides, lse.dtype, "batch head token")}
+    fields = dict(
+        **pointers, **strides, **_device.element_strides("q", q.strides[:3], q.dtype, "batch token head"),
+        q=q.data.ptr, batch=p.batch, s_q=p.s_q, h_q=p.h_q, num_sm_parts=parts,
+        scale_log2=p.softmax_scale * math.log2(math.e),
+        **_keys("main", arrays["k_cache"], arrays["indices"], arrays["topk_length"]),
+        **_keys("extra", arrays["extra_k_cache"], arrays["extra_indices"], arrays["extra_topk_length"]))
+    head_blocks = -(-p.h_q // sched_meta.QUERY_ROWS_PER_BLOCK)
+    kernel.launch((head_blocks, p.s_q, parts), _record("SparseDecodeParams", fields), pdl=True, stream_ptr=stream_ptr)
+    if splits:
+        warps = combine.warps_per_row(parts / p.batch)
+        fields = dict(**pointers, **strides, num_splits=splits_ptr, batch=p.batch, s_q=p.s_q, heads_per_kv=p.h_q, h_kv=1,
+                      num_sm_parts=parts, d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
+        merge = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
+        merge.launch(combine.grid(p.s_q * p.h_q, min(parts - 1, p.batch), 1, warps), _record("CombineParams", fields),
+                     pdl=True, stream_ptr=stream_ptr)
+
+
+def _keys(prefix: str, cache: Any, indices: Any, lengths: Any) -> dict[str, int]:
+    """The fields of a SparseKeys member; all zero where there is no such list."""
+    if cache is None:
+        return {}
+    pages, page_size = cache.shape[:2]
+    magic, shift = kernel_params.divisor(max(page_size, 1))
+    fields = dict(
+        cache=cache.data.ptr, indices=indices.data.ptr, topk_length=0 if lengths is None else lengths.data.ptr,
+        page_stride=cache.strides[0], indices_stride_batch=indices.strides[0] // 4,
+        indices_stride_token=indices.strides[1] // 4, topk=indices.shape[-1],
+        num_slots=min(pages * page_size, 2**31 - 1), page_size=page_size, page_size_magic=magic, page_size_shift=shift)
+    return {f"{prefix}.{name}": value for name, value in fields.items()}
+
+
+def _record(struct_name: str, fields: dict[str, Any]) -> bytes:
+    record = kernel_params.new(struct_name)
+    for name, value in fields.items():
+        record[name] = value
+    return record.tobytes()

@@ -19,8 +19,9 @@ from .spec import KernelSpec
 
 _ERROR_LINE = re.compile(r"^(?P<file>.+?)\((?P<line>\d+)\): (?:catastrophic )?error[^:]*: (?P<text>.*)$", re.MULTILINE)
 _PTXAS_ERROR = re.compile(r"^.*(?:ptxas|nvrtc).*(?:error|fatal).*$", re.MULTILINE | re.IGNORECASE)
-# ptxas gave up what the kernel was written for: wgmma serialised (C7510-C7514, C7520), setmaxnreg ignored (C7507-8).
+# ptxas gave up what the kernel was written for: wgmma serialised (C7510-C7515, C7520), setmaxnreg ignored (C7507-8).
 _LOST_PERFORMANCE = re.compile(r"^.*(?:C7507|C7508|Potential Performance Loss).*$", re.MULTILINE)
+_NEEDED_NVRTC = (12, 9)  # older ones serialise the wgmma of kernels that newer ones do not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,8 @@ def _build(spec: KernelSpec, unit: str, flags: tuple[str, ...]) -> CompiledKerne
     seconds = time.perf_counter() - started
     lost = _LOST_PERFORMANCE.search(log)
     if lost is not None:
-        raise KernelCompileError(f"{spec.name}: {lost[0].strip()}", log)
+        used, needed = (".".join(map(str, version)) for version in (nvrtc_version(), _NEEDED_NVRTC))
+        raise KernelCompileError(f"{spec.name}: {lost[0].strip()} (NVRTC {used}; {needed} or newer is needed)", log)
     return _describe(spec, cubin, log, seconds, from_cache=False)
 
 
@@ -145,8 +147,10 @@ def _dump(compiled: CompiledKernel, unit: str) -> None:
 def compile_cubin(spec: KernelSpec, arch: str | None = None, *, use_cache: bool = True) -> CompiledKernel:
     """Compile `spec` (for `arch` instead of its own, if given), or take it from the cache. Needs no GPU.
 
-    Raises KernelCompileError with the first error and its place in cuda_src; nothing is cached then.
+    Raises KernelCompileError with the first error and its place in cuda_src (nothing is cached then), and ValueError
+    for an environment variable of env.py that cannot be used.
     """
+    env.check()
     if arch is not None:
         spec = dataclasses.replace(spec, arch=arch)
     flags = options(spec.arch)
@@ -244,8 +248,10 @@ def warmup(
 ) -> dict[KernelSpec, CompiledKernel | Exception]:
     """Compile `specs` into the cache, in parallel threads (NVRTC runs without the GIL). Needs no GPU, loads nothing.
 
-    `on_done(spec, result)` runs in this thread's workers as each ends. A failed spec maps to its error.
+    `on_done(spec, result)` runs in this thread's workers as each ends. A failed spec maps to its error. Raises
+    ValueError for an environment variable that cannot be used.
     """
+    env.check()
     specs = list(dict.fromkeys(specs))
 
     def build(spec: KernelSpec) -> CompiledKernel | Exception:

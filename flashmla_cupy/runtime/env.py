@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +49,12 @@ def _flag(variable: Variable) -> bool:
 
 def _folder(variable: Variable) -> Path | None:
     text = raw(variable)
-    return Path(text).expanduser().absolute() if text else None
+    if text is None:
+        return None
+    try:
+        return Path(text).expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # "~nouser"; a relative path where the current folder is gone
+        raise ValueError(f"{variable.name}: got {text!r}, expected a folder ({error})") from None
 
 
 def cuda_src() -> Path | None:
@@ -82,16 +93,76 @@ def pdl_enabled() -> bool:
     return not _flag(DISABLE_PDL)
 
 
+def _log_level() -> str | None:
+    level = raw(LOG)
+    if level is not None and level.lower() not in _LEVELS:
+        raise ValueError(f"{LOG.name}: got {level!r}, expected one of {', '.join(_LEVELS)}")
+    return level
+
+
 def logger() -> logging.Logger:
     """The library's logger; FLASHMLA_LOG gives it a level and a stderr handler, else the application decides."""
     log = logging.getLogger("flashmla_cupy")
-    level = raw(LOG)
+    level = _log_level()
     if level is not None:
-        if level.lower() not in _LEVELS:
-            raise ValueError(f"{LOG.name}: got {level!r}, expected one of {', '.join(_LEVELS)}")
         log.setLevel(level.upper())
         if not log.handlers:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("flashmla_cupy %(levelname)s: %(message)s"))
             log.addHandler(handler)
     return log
+
+
+_READERS: dict[Variable, Callable[[], object]] = {
+    CUDA_SRC: cuda_src, CACHE_DIR: cache_dir, LOG: _log_level, DUMP_DIR: dump_dir, LINEINFO: lineinfo,
+    DEVICE_ASSERT: device_assert, FORCE_PORTABLE: force_portable, DISABLE_PDL: pdl_enabled,
+}
+
+
+def problems() -> dict[str, str]:
+    """What is wrong with the values, by the name of the variable; empty when all can be used."""
+    found = {}
+    for variable, read in _READERS.items():
+        try:
+            read()
+        except ValueError as error:
+            found[variable.name] = str(error)
+    return found
+
+
+def check() -> None:
+    """Raises ValueError for the first variable whose value cannot be used, whether it matters now or only later."""
+    for message in problems().values():
+        raise ValueError(message)
+
+
+def can_write(folder: Path | None) -> bool:
+    """Whether files can be made in `folder`, or in its nearest parent that exists. Writes nothing, never raises."""
+    while folder is not None and not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder is not None and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
+def let_cupy_import() -> None:
+    """Names a temporary folder for CuPy's own kernels where it cannot make its usual one.
+
+    `import cupy` makes CUPY_CACHE_DIR, default ~/.cupy/kernel_cache, and fails where there is no writable home. This
+    writes nothing, and changes nothing where that folder can be made or CuPy is imported already.
+    """
+    if "cupy" in sys.modules:
+        return
+    text = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
+    try:
+        if text and not text.startswith("~") and can_write(Path(text).absolute()):
+            return
+        folder = os.path.join(tempfile.gettempdir(), f"flashmla_cupy-{secrets.token_hex(8)}")
+    except OSError:  # no current folder, or nothing can be written anywhere: CuPy says so itself
+        return
+    os.environ["CUPY_CACHE_DIR"] = folder
+    maker = os.getpid()
+
+    def remove() -> None:  # not in a forked child, whose parent still uses it
+        if os.getpid() == maker:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)

@@ -13,7 +13,7 @@ import pytest
 from fake_gpu import BF16, STREAM, FakeGpu, gpu  # noqa: F401
 
 from flashmla_cupy import flash_mla_with_kvcache, get_mla_metadata, merge_states
-from flashmla_cupy.ops import combine, dense_decode, sched_meta
+from flashmla_cupy.ops import _device, combine, dense_decode, sched_meta
 from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 
 DECODE, COMBINE, SCHED = "dense_decode.sm90.bf16.d576", "combine.sm80.bf16", "sched_meta.sm80"
@@ -293,7 +293,7 @@ def test_capture_takes_memory_from_the_graph(gpu):
     assert gpu.graph_bytes == 0
     gpu.capturing = True
     flash_mla_with_kvcache(**arguments)
-    assert gpu.graph_bytes == dense_decode._partial_bytes(132, 16)[1]
+    assert gpu.graph_bytes == _device.partial_bytes(132, 16)[1]
     gpu.graph_bytes = 0
     workspace = gpu.array((mla_workspace_bytes(2, 1, 16),), np.uint8)
     flash_mla_with_kvcache(**arguments, workspace=workspace)

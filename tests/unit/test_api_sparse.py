@@ -213,15 +213,61 @@ def test_arrays_of_two_places(gpu, argument):
     fails(lambda: flash_mla_with_kvcache(**arguments), argument, ValueError, "on device 1", gpu.events)
 
 
-@pytest.mark.parametrize("make, names", [
-    (lambda g: sparse(g), "is_fp8_kvcache, indices"), (lambda g: sparse(g, fp8=False), "indices"),
-    (dense_fp8, "is_fp8_kvcache"), (lambda g: sparse(g, d_qk=512, h_q=3), "is_fp8_kvcache, indices"),
-    (full, "is_fp8_kvcache, indices, attn_sink, topk_length, extra_k_cache, extra_indices, extra_topk_length"),
-])
-def test_right_arguments_on_a_gpu_are_refused_with_a_way_out(gpu, make, names):
-    with pytest.raises(UnsupportedError, match=f"^{names}: not supported .* no kernel .*pass NumPy arrays"):
+@pytest.mark.parametrize("make, given", [
+    (lambda g: sparse(g, fp8=False), "indices without is_fp8_kvcache"), (dense_fp8, "is_fp8_kvcache without indices")])
+def test_what_has_no_gpu_kernel_is_refused_with_a_way_out(gpu, make, given):
+    with pytest.raises(UnsupportedError, match=f"^{given}: not supported .*there is a kernel for .*pass NumPy arrays"):
         flash_mla_with_kvcache(**make(gpu))
     assert gpu.events == []
+
+
+def test_pages_of_a_gpu_cache_begin_at_multiples_of_16_bytes(gpu):
+    shifted = gpu.array((40, 64, 1, 656), np.uint8, offset_bytes=8)
+    fails(lambda: flash_mla_with_kvcache(**sparse(gpu, k_cache=shifted)), "k_cache", ValueError, "multiples of 16",
+          gpu.events)
+    odd = gpu.array((40, 64, 1, 656), np.uint8, strides=(64 * 656 + 8, 656, 656, 1))
+    fails(lambda: flash_mla_with_kvcache(**sparse(gpu, k_cache=odd)), "k_cache", ValueError, "multiples of 16",
+          gpu.events)
+
+
+# ---- launches on a GPU (a fake one) ----
+SPARSE, SCHED, COMBINE = "sparse_decode.sm90.v32", "sched_meta.sm80", "combine.sm80.bf16"
+
+
+def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
+    arguments = full(gpu)
+    out, lse = flash_mla_with_kvcache(**{**arguments, META: None, "num_splits": None, "out": None, "lse": None})
+    plan, decode, merge = gpu.take()
+    assert [plan.name, decode.name, merge.name] == [SCHED, SPARSE, COMBINE]
+    batch, s_q, h_q = arguments["q"].shape[:3]
+    parts = 132 // (s_q * -(-h_q // 64))
+    topk, extra = arguments["indices"].shape[-1], arguments["extra_indices"].shape[-1]
+    assert plan.params["fixed_seqlen"] == -(-topk // 64) * 64 + extra and plan.params["num_sm_parts"] == parts
+    assert decode.grid == (-(-h_q // 64), s_q, parts) and decode.pdl
+    p = decode.params
+    assert (p["main.topk"], p["extra.topk"], p["h_q"], p["s_q"], p["batch"]) == (topk, extra, h_q, s_q, batch)
+    assert p["main.cache"] == arguments["k_cache"].data.ptr and p["main.num_slots"] == 40 * 64
+    assert p["extra.page_size"] == arguments["extra_k_cache"].shape[1]
+    assert p["attn_sink"] == merge.params["attn_sink"] == arguments["attn_sink"].data.ptr
+    assert p["o_partial"] == merge.params["o_partial"] != 0 and p["out"] == merge.params["out"] == out.data.ptr
+    assert p["lse"] == lse.data.ptr and merge.params["heads_per_kv"] == h_q and merge.params["h_kv"] == 1
+    assert merge.grid[1] == min(parts - 1, batch)
+
+
+def test_without_an_extra_cache_its_fields_are_zero(gpu):
+    flash_mla_with_kvcache(**sparse(gpu, topk=64))
+    plan, decode = gpu.take()  # one block a query cannot be split
+    assert decode.params["extra.topk"] == decode.params["extra.cache"] == decode.params["o_partial"] == 0
+    assert plan.params["fixed_seqlen"] == 64
+
+
+def test_indices_that_a_kernel_cannot_read_are_staged(gpu):
+    wide = gpu.array((2, 1, 1, 64), np.int32)
+    flash_mla_with_kvcache(**sparse(gpu, indices=wide))
+    assert gpu.take()[-1].params["main.indices"] == wide.data.ptr
+    flash_mla_with_kvcache(**sparse(gpu, q=gpu.array((2, 1, 16, 576), offset_bytes=2)))
+    copies = [event for event in gpu.events if isinstance(event, tuple) and event[0] == "copy"]
+    assert len(copies) == 1 and gpu.take()[-1].params["q"] == copies[0][2].data.ptr
 
 
 def test_misaligned_device_arrays(gpu):
