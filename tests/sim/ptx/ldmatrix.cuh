@@ -1,0 +1,23 @@
+#pragma once
+namespace flashmla::ptx {
+
+// Lane l names row l % 8 of matrix l / 8 and holds two values of row l / 4 of each matrix.
+template <class Move>
+inline void with_rows(uint32_t address, Move move) {
+  sim::Warp& warp = sim::warp();
+  warp.words[sim::lane()] = address;
+  warp.barrier.wait();
+  for (int i = 0; i < 4; i++) move(i, sim::shared + warp.words[8 * i + sim::lane() / 4] + 4 * (sim::lane() % 4));
+  warp.barrier.wait();
+}
+
+inline void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  const uint32_t r[4] = {r0, r1, r2, r3};
+  with_rows(address, [&](int i, unsigned char* at) { memcpy(at, &r[i], 4); });
+}
+
+inline void ldmatrix_x4(uint32_t address, uint32_t (&r)[4]) {
+  with_rows(address, [&](int i, unsigned char* at) { memcpy(&r[i], at, 4); });
+}
+
+}  // namespace flashmla::ptx

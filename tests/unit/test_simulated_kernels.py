@@ -1,0 +1,189 @@
+"""The kernels' own text, run on the CPU behind the public API and compared with the references: addresses, layouts,
+roles, barriers and plans, everything but timing. See tests/sim."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import cupy
+import ml_dtypes
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
+import simulator  # noqa: E402
+
+from flashmla_cupy import flash_mla_with_kvcache, get_mla_metadata, merge_states  # noqa: E402
+from flashmla_cupy.kv_format import D512, V32  # noqa: E402
+from flashmla_cupy.ops import _device, _select, combine, dense_decode, sched_meta  # noqa: E402
+from flashmla_cupy.reference import combine as reference_combine  # noqa: E402
+from flashmla_cupy.reference import dense_decode as reference_dense  # noqa: E402
+from flashmla_cupy.reference import kv_quant, sparse_decode  # noqa: E402
+from flashmla_cupy.reference import sched_meta as reference_plan  # noqa: E402
+from flashmla_cupy.runtime import compile as kernel_compile  # noqa: E402
+from flashmla_cupy.runtime import device, tensor_map  # noqa: E402
+from flashmla_cupy.runtime.device import DeviceInfo  # noqa: E402
+from flashmla_cupy.testing.compare import compare  # noqa: E402
+
+pytestmark = pytest.mark.skipif(simulator.COMPILER is None, reason="no g++ to compile the simulated kernels with")
+BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+SMS = 6  # few parts, so that small requests are split
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("simulated")
+
+
+@pytest.fixture
+def gpu(libraries, monkeypatch):
+    """Memory whose arrays the public API takes for those of a GPU with SMS multiprocessors."""
+    memory = simulator.Memory()
+    info = DeviceInfo("simulated", (9, 0), "sm_90a", SMS, 232448)
+
+    def contiguous(x, dtype=None):
+        return memory.put(np.ascontiguousarray(simulator.host(x), dtype))
+
+    def assign(target, source):
+        simulator.host(target)[...] = simulator.host(source) if isinstance(source, cupy.ndarray) else source
+
+    for target, name, value in (
+        (_device, "current_device", lambda: 0), (_device, "current_stream_ptr", lambda: 0),
+        (_device, "on_device", lambda device_id: contextlib.nullcontext()), (_device, "info", lambda device_id: info),
+        (_device, "contiguous", contiguous), (_device, "assign", assign), (tensor_map, "encode", simulator.encode),
+        (device, "is_capturing", lambda stream: False),
+        (kernel_compile, "get_kernel", lambda spec: simulator.kernel(spec, libraries)),
+    ):
+        monkeypatch.setattr(target, name, value)
+    dense_decode.clear_plans(), sched_meta._template.cache_clear(), combine._template.cache_clear()
+    with cupy.cuda.using_allocator(memory.alloc), _select.experimental_kernels():
+        yield memory
+    dense_decode.clear_plans()
+
+
+def normal(rng, shape, dtype):
+    return rng.standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+def paged_cache(rng, lengths, page_size, h_kv, d_qk, dtype):
+    """A cache and its block table; what no request uses is NaN, or an entry that points nowhere."""
+    pages = [-(-length // page_size) for length in lengths]
+    cache = normal(rng, (sum(pages) + 2, page_size, h_kv, d_qk), dtype)
+    order = rng.permutation(len(cache))
+    table = np.full((len(lengths), max(pages) + 2), 2147480000, np.int32)
+    used = 0
+    for request, (length, count) in enumerate(zip(lengths, pages, strict=True)):
+        table[request, :count] = order[used:used + count]
+        used += count
+        if length % page_size:
+            cache[table[request, count - 1], length % page_size:] = np.nan
+    cache[order[used:]] = np.nan
+    return cache, table
+
+
+DENSE = {  # lengths, s_q, h_q, h_kv, d_qk, dtype, page size (0: contiguous), causal
+    "one block": ((64,), 1, 16, 1, 576, BF16, 64, False),
+    "split, tails": ((130, 1, 300), 1, 64, 1, 576, BF16, 64, False),
+    "empty rows, small pages, causal": ((0, 65, 2), 3, 40, 1, 576, BF16, 16, True),
+    "two row blocks, KV heads": ((200, 70), 5, 54, 2, 576, BF16, 32, True),
+    "fp16, large pages": ((140, 257), 2, 9, 3, 576, FP16, 256, True),
+    "d_qk 512": ((100, 64), 1, 70, 1, 512, BF16, 128, False),
+    "d_qk 512, fp16, contiguous": ((90, 31), 2, 8, 1, 512, FP16, 0, True),
+}
+
+
+@pytest.mark.parametrize("case", DENSE.values(), ids=list(DENSE))
+def test_dense_decode(gpu, case):
+    lengths, s_q, h_q, h_kv, d_qk, dtype, page_size, causal = case
+    rng = np.random.default_rng(1)
+    q = normal(rng, (len(lengths), s_q, h_q, d_qk), dtype)
+    if page_size:
+        cache, table = paged_cache(rng, lengths, page_size, h_kv, d_qk, dtype)
+    else:
+        cache, table = normal(rng, (len(lengths), max(lengths), h_kv, d_qk), dtype), None
+        for request, length in enumerate(lengths):
+            cache[request, length:] = np.nan
+    lengths = np.array(lengths, np.int32)
+    device_table = None if table is None else gpu.put(table)
+    out, lse = flash_mla_with_kvcache(gpu.put(q), gpu.put(cache), device_table, gpu.put(lengths), 512, causal=causal)
+    references = [reference_dense.attend(q, cache, table, lengths, 512, causal=causal, mode=mode)
+                  for mode in ("exact", "rounded")]
+    errors = compare(simulator.host(out), simulator.host(lse), *references)
+    assert errors.message is None, errors.message
+
+
+def test_metadata_of_other_lengths(gpu):
+    lengths = np.array([200, 0, 90], np.int32)
+    rng = np.random.default_rng(2)
+    q = normal(rng, (3, 1, 16, 576), BF16)
+    cache, table = paged_cache(rng, lengths.tolist(), 64, 1, 576, BF16)
+    arrays = [gpu.put(x) for x in (q, cache, table, lengths)]
+    expected = [simulator.host(x).copy() for x in flash_mla_with_kvcache(*arrays, 512)]
+    for other in ((1, 1, 1), (0, 500, 0), (64, 64, 2000)):
+        metadata = get_mla_metadata(gpu.put(np.array(other, np.int32)), 16, 1, 16)
+        out, lse = (simulator.host(x) for x in flash_mla_with_kvcache(*arrays, 512, *metadata))
+        assert np.abs(out.astype(np.float32) - expected[0].astype(np.float32)).max() < 0.03
+        assert np.allclose(lse, expected[1], atol=1e-5)
+
+
+SPARSE = {  # layout, batch, s_q, h_q, topk, extra topk
+    "one block": (V32, 1, 1, 16, 64, 0),
+    "split": (V32, 2, 1, 64, 300, 0),
+    "two lists, two head blocks": (V32, 2, 2, 70, 70, 50),
+    "ue8m0 scales": (D512, 2, 1, 66, 133, 0),
+    "ue8m0 scales, two lists": (D512, 3, 1, 8, 6, 64),
+}
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("case", SPARSE.values(), ids=list(SPARSE))
+def test_sparse_decode(gpu, case, sink):
+    layout, batch, s_q, h_q, topk, extra = case
+    rng = np.random.default_rng(3)
+    q = normal(rng, (batch, s_q, h_q, layout.d_qk), BF16)
+    lists = {}
+    for prefix, width, page_size in (("", topk, 64), ("extra_", extra, 48)):
+        if width:
+            # bf16 values: their product with a power-of-two scale is exact, so lse has only the kernel's own error
+            cache = kv_quant.quantize(normal(rng, (4, page_size, 1, layout.d_qk), BF16), layout, power_of_two_scales=True)
+            indices = rng.integers(-3, 4 * page_size + 3, (batch, s_q, width)).astype(np.int32)
+            indices.reshape(-1)[::9] = 2**31 - 1
+            lists |= {f"{prefix}k_cache": cache, f"{prefix}indices": indices,
+                      f"{prefix}topk_length": np.array([width, -1, width // 2][:batch], np.int32)}
+    attn_sink = np.linspace(-5, 5, h_q, dtype=np.float32) if sink else None
+    arguments = {name: _device_cache(gpu, x) if name.endswith("k_cache") else gpu.put(x) for name, x in lists.items()}
+    out, lse = flash_mla_with_kvcache(
+        gpu.put(q), arguments.pop("k_cache"), None, None, 512, is_fp8_kvcache=True,
+        attn_sink=None if attn_sink is None else gpu.put(attn_sink), **arguments)
+    references = [sparse_decode.attend(q, attn_sink=attn_sink, mode=mode, **lists) for mode in ("exact", "rounded")]
+    errors = compare(simulator.host(out), simulator.host(lse), *references)
+    assert errors.message is None, errors.message
+
+
+def _device_cache(gpu, cache):
+    """The same pages, each at the distance that the layout keeps."""
+    pages, page_size, _, width = cache.shape
+    memory = gpu.alloc(pages * cache.strides[0])
+    array = cupy.ndarray(cache.shape, np.uint8, memory, cache.strides)
+    simulator.host(array)[...] = cache
+    return array
+
+
+@pytest.mark.parametrize("count", [1, 5, 33])
+def test_merge_states(gpu, count):
+    rng = np.random.default_rng(4)
+    outs, lses = normal(rng, (count, 3, 2, 5, 64), np.float32), normal(rng, (count, 3, 5, 2), np.float32)
+    lses[0, 0] = -np.inf
+    out, lse = (simulator.host(x) for x in merge_states(gpu.put(outs), gpu.put(lses)))
+    exact_out, exact_lse = reference_combine.merge(outs.astype(np.float64), lses.astype(np.float64).swapaxes(2, 3), xp=np)
+    assert np.allclose(out, exact_out, atol=1e-5) and np.allclose(lse, exact_lse.swapaxes(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[0], [1, 0, 4096, 63], [500] * 40, list(range(0, 3000, 37))], ids=len)
+def test_scheduler_is_its_twin(gpu, lengths):
+    lengths = np.array(lengths, np.int32)
+    got = get_mla_metadata(gpu.put(lengths), 128, 1, 128)
+    for kernel, twin in zip(got, reference_plan.plan(lengths, SMS // 2), strict=True):
+        assert np.array_equal(simulator.host(kernel), twin)
