@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import flashmla_cupy
 
 SHOWN_FAILURES = 20
+MAX_LENGTH = 2**31 - 1  # lengths are int32
+MAX_REQUESTS = 65536  # in one picture
 
 
 class Group(click.Group):
@@ -32,32 +35,23 @@ class Group(click.Group):
 
         try:
             return super().invoke(ctx)
-        except (click.exceptions.Exit, click.exceptions.Abort):
-            raise
-        except (
-            FlashMLAError,
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # RuntimeError: CuPy's and torch's CUDA errors
+        except (click.exceptions.Exit, click.exceptions.Abort, BrokenPipeError):
+            raise  # click knows what to do when nobody reads on
+        except (FlashMLAError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: CuPy's and torch's
             raise click.ClickException(" ".join(str(error).split())) from error
 
 
 def console() -> Console:
     """Wide enough for the tables when the output is not a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: stdout is closed
+    return Console(width=None if on_terminal else 160, highlight=False)
 
 
 @contextlib.contextmanager
 def progress(out: Console, what: str, total: int) -> Iterator[Any]:
     """Yields advance(label): a bar on a terminal, nothing elsewhere."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[label]}"),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("{task.fields[label]}"))
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
         task = bar.add_task(what, total=total, label="")
         yield lambda label="": bar.update(task, advance=1, label=escape(label[:60]))
@@ -65,11 +59,27 @@ def progress(out: Console, what: str, total: int) -> Iterator[Any]:
 
 def write_json(path: Path | None, content: Any) -> None:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-FILE = click.Path(dir_okay=False, path_type=Path)
+class OutputFile(click.Path):
+    """A file to write; its folder is made, or the file refused, before the work. png: what will be written."""
+
+    def __init__(self, png: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self.png = png
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from flashmla_cupy.testing import report
+
+        path, option = super().convert(value, param, ctx), param.opts[0] if param else "file"
+        if self.png:
+            report.check_picture(option, path)
+        report.prepare_output(option, path)
+        return path
+
+
+FILE, PNG = OutputFile(), OutputFile(png=True)
 
 
 def allow_experimental(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -79,13 +89,8 @@ def allow_experimental(ctx: click.Context, _: click.Parameter, value: bool) -> N
         ctx.with_resource(_select.experimental_kernels())
 
 
-EXPERIMENTAL = click.option(
-    "--experimental",
-    is_flag=True,
-    expose_value=False,
-    callback=allow_experimental,
-    help="Also run kernels that have no passing record of a GPU validation yet.",
-)
+EXPERIMENTAL = click.option("--experimental", is_flag=True, expose_value=False, callback=allow_experimental,
+                            help="Also run kernels that have no passing record of a GPU validation yet.")
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -102,7 +107,7 @@ def cli() -> None:
     "--op",
     "ops",
     multiple=True,
-    type=click.Choice(["sched_meta", "combine", "dense_decode"]),
+    type=click.Choice(["sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode"]),
     help="Only this op; may be repeated.",
 )
 @click.option("--suite", type=click.Choice(["smoke", "corner", "full"]), default="smoke", show_default=True)
@@ -115,11 +120,13 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
 
     Without a GPU: the NumPy backend against an independent check, and every kernel compiled.
     """
+    from flashmla_cupy.runtime import env as variables
     from flashmla_cupy.testing import checks, report
     from flashmla_cupy.testing import kernels as variants
     from flashmla_cupy.testing import machine as machines
     from flashmla_cupy.testing import validate as validation
 
+    variables.check()
     out, machine = console(), machines.detect(force_numpy)
     if record is not None and not machine.gpu:
         raise click.ClickException("record: no GPU was found, and a record vouches for a GPU run")
@@ -164,49 +171,37 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
 
 
 @cli.command()
-@click.option("--op", type=click.Choice(["dense_decode"]), default="dense_decode", show_default=True)
+@click.option("--op", type=click.Choice(["dense_decode", "sparse_decode"]), default="dense_decode", show_default=True)
 @click.option("--case", "pattern", help="Only rows whose name contains this, such as '128,16' or 'graph'.")
-@click.option(
-    "--peer-lib",
-    "peer_paths",
-    multiple=True,
-    type=click.Path(),
-    help="A torch extension with FlashMLA's or FlashAttention-3's kernels to measure beside ours; repeatable.",
-)
+@click.option("--peer-lib", "peer_paths", multiple=True, type=click.Path(),
+              help="A torch extension with FlashMLA's or FlashAttention-3's kernels to measure beside ours; may be "
+                   "repeated.")
 @click.option("--graph", is_flag=True, help="Measure every row inside a CUDA graph (small batches always are).")
 @click.option("--host", is_flag=True, help="Only the host time of an eager call and the first-call times.")
-@click.option(
-    "--repeats", default=15, show_default=True, type=click.IntRange(1), help="Repetitions behind each median."
-)
-@click.option("--plot", type=FILE, help="Write a roofline PNG.")
+@click.option("--repeats", default=15, show_default=True, type=click.IntRange(1), help="Repetitions behind a median.")
+@click.option("--plot", type=PNG, help="Write a roofline PNG.")
 @click.option("--json", "json_path", type=FILE, help="Write every figure.")
 @EXPERIMENTAL
-def bench(
-    op: str,
-    pattern: str | None,
-    peer_paths: tuple[str, ...],
-    graph: bool,
-    host: bool,
-    repeats: int,
-    plot: Path | None,
-    json_path: Path | None,
-) -> None:
+def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool, host: bool, repeats: int,
+          plot: Path | None, json_path: Path | None) -> None:
     """Time the kernels, and peers on the same arrays in the same run."""
+    from flashmla_cupy.runtime import env as variables
     from flashmla_cupy.testing import bench as timing
     from flashmla_cupy.testing import bench_cases, peers, report
     from flashmla_cupy.testing import machine as machines
     from flashmla_cupy.testing.environment import versions
 
-    cases = bench_cases.select(pattern)
+    variables.check()
+    cases = bench_cases.select(pattern, op)
     machine = machines.detect()
     if not machine.gpu:
         raise click.ClickException("bench: no GPU was found; `kernels compile` and `validate` work without one")
-    out, rivals = console(), peers.load(list(peer_paths))
+    out, rivals = console(), peers.load(list(peer_paths), op)
     out.print(f"[bold]{escape(machine.name)}[/], {op}")
     rows, figures = [], {}
     if host or pattern is None:
-        cold, warm = timing.first_calls()
-        cost = timing.host_cost(bench_cases.DENSE_DECODE[0])
+        cold, warm = timing.first_calls(op)
+        cost = timing.host_cost(bench_cases.ROWS[op][0])
         figures = {"host": vars(cost), "first_call": {"cold": vars(cold), "warm": vars(warm)}}
         out.print(report.host_line(cost))
         out.print("cold compile: " + ", ".join(f"{name} {spent:.2f} s" for name, spent in cold.compile_seconds.items()))
@@ -219,13 +214,13 @@ def bench(
             for case in cases:
                 rows.append(timing.measure(case, rivals, graph=True if graph else None, repeats=repeats))
                 advance(case.name)
-        out.print(report.bench_table(rows, [peer.name for peer in rivals]))
+        out.print(report.bench_table(rows, [peer.name for peer in rivals], op))
     for row in rows:
         for name, message in row.errors.items():
             out.print(f"[red]{escape(f'{row.case.name}: {name}: {message}')}[/]", soft_wrap=True)
     write_json(json_path, {**versions(machine), "rows": [row.as_json() for row in rows], **figures})
     if plot is not None and rows:
-        report.roofline(rows, plot)
+        report.roofline(rows, plot, op)
         out.print(f"roofline: {plot}")
     if any(row.errors for row in rows):
         raise SystemExit(1)
@@ -308,7 +303,8 @@ def kernels_dump(name: str, folder: Path) -> None:
 
 @kernels.command("watch")
 @NAME
-@click.option("--interval", default=0.5, show_default=True, help="Seconds between looks.")
+@click.option("--interval", default=0.5, show_default=True, type=click.FloatRange(0, 3600, min_open=True),
+              help="Seconds between looks.")
 @click.option("--rounds", type=int, hidden=True, help="Stop after this many looks.")
 def kernels_watch(name: str, interval: float, rounds: int | None) -> None:
     """Compile again whenever a source file of the kernels whose name contains NAME changes; end with Ctrl-C."""
@@ -316,10 +312,10 @@ def kernels_watch(name: str, interval: float, rounds: int | None) -> None:
     from flashmla_cupy.testing import kernels as variants
 
     out = console()
+    out.print(f"watching {source.source_root()}", soft_wrap=True)  # OSError where there is none
     with contextlib.suppress(KeyboardInterrupt):
         for changed in variants.changes(variants.choose(name), interval, rounds):
             compile_kernels(out, changed)
-            out.print(f"watching {source.source_root()}", soft_wrap=True)
 
 
 # ---- schedule
@@ -327,27 +323,17 @@ def kernels_watch(name: str, interval: float, rounds: int | None) -> None:
 
 @cli.command()
 @click.option("--lengths", help="KV lengths, comma separated; 4096x8 repeats one eight times.")
-@click.option(
-    "--batch", default=16, show_default=True, type=click.IntRange(1), help="Requests to draw without --lengths."
-)
-@click.option("--mean", default=4096, show_default=True, type=click.IntRange(0), help="Their mean length.")
+@click.option("--batch", default=16, show_default=True, type=click.IntRange(1, MAX_REQUESTS),
+              help="Requests to draw without --lengths.")
+@click.option("--mean", default=4096, show_default=True, type=click.IntRange(0, MAX_LENGTH), help="Their mean length.")
 @click.option("--varlen", is_flag=True, help="Draw lengths around the mean.")
 @click.option("--h-q", default=128, show_default=True, type=click.IntRange(1))
 @click.option("--h-kv", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--s-q", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--sm-count", type=click.IntRange(1), help="SMs of the GPU; the one here, else an H200's 132.")
-@click.option("--png", type=FILE, help="Also write a picture.")
-def schedule(
-    lengths: str | None,
-    batch: int,
-    mean: int,
-    varlen: bool,
-    h_q: int,
-    h_kv: int,
-    s_q: int,
-    sm_count: int | None,
-    png: Path | None,
-) -> None:
+@click.option("--sm-count", type=click.IntRange(1, 65535), help="SMs of the GPU; the one here, else an H200's 132.")
+@click.option("--png", type=PNG, help="Also write a picture.")
+def schedule(lengths: str | None, batch: int, mean: int, varlen: bool, h_q: int, h_kv: int, s_q: int,
+             sm_count: int | None, png: Path | None) -> None:
     """Show who works on what: requests x SM parts."""
     import numpy as np
 
@@ -360,14 +346,14 @@ def schedule(
     if lengths is not None:
         values = parse_lengths(lengths)
     else:
-        values = BenchCase(batch, h_q, s_q, mean, varlen=varlen).lengths()
+        values = [min(n, MAX_LENGTH) for n in BenchCase(batch, h_q, s_q, mean, varlen=varlen).lengths()]
     if h_q % h_kv:
         raise ValueError(f"h-kv: got {h_kv}, expected a divisor of h-q = {h_q}")
     tokens = np.asarray(values, np.int32)
     parts = num_sm_parts(sm_count or machines.detect().sm_count, h_kv, s_q * h_q // h_kv)
     metadata, num_splits = plan(tokens, parts)
     out = console()
-    out.print(report.schedule_text(metadata, tokens, out.width))
+    out.print(report.schedule_text(metadata, tokens, out.width, ascii_only=out.options.ascii_only))
     out.print(report.schedule_summary(metadata, num_splits, tokens), soft_wrap=True)
     if png is not None:
         report.schedule_png(metadata, tokens, png)
@@ -377,11 +363,16 @@ def schedule(
 def parse_lengths(text: str) -> list[int]:
     """ "4096x2,65" -> [4096, 4096, 65]. Raises ValueError on anything else."""
     values: list[int] = []
-    for word in text.split(","):
-        length, _, times = word.strip().partition("x")
-        if not length.isdigit() or not (times or "1").isdigit():
+    for word in map(str.strip, text.split(",")):
+        found = re.fullmatch(r"([0-9]{1,20})(?:x([0-9]{1,20}))?", word)
+        if found is None:
             raise ValueError(f"lengths: got {word!r}, expected a number or number x times, such as 4096x8")
-        values += [int(length)] * int(times or "1")
+        length, times = int(found[1]), int(found[2] or 1)
+        if length > MAX_LENGTH:
+            raise ValueError(f"lengths: got {length}, expected at most {MAX_LENGTH} (int32)")
+        if not 1 <= times <= MAX_REQUESTS - len(values):
+            raise ValueError(f"lengths: got {word!r}, expected 1 to {MAX_REQUESTS} requests in all")
+        values += [length] * times
     return values
 
 
@@ -405,9 +396,10 @@ def env(as_json: bool) -> None:
     for key, value in facts.items():
         if isinstance(value, dict):
             for name, row in value.items():
-                table.add_row(name, f"{row['value'] if row['value'] is not None else '(unset)'}  {row['meaning']}")
+                text = escape(f"{'(unset)' if row['value'] is None else row['value']}  {row['meaning']}")
+                table.add_row(name, text + (f"\n[red]{escape(row['problem'])}[/]" if row["problem"] else ""))
         else:
-            table.add_row(key, "none" if value is None else str(value))
+            table.add_row(key, "none" if value is None else escape(str(value)))
     console().print(table)
 
 
@@ -426,6 +418,10 @@ def cache_info() -> None:
         click.echo("no cache folder: there is no home directory, kernels are kept in memory")
         return
     note = "" if facts.writable else " (not writable: kernels are kept in memory)"
+    if not facts.listable:
+        note += " (this user cannot look into it)"
+    elif facts.unreadable:
+        note += f" ({facts.unreadable} of them not readable by this user, who compiles them again)"
     click.echo(f"{facts.directory}: {facts.entries} kernels, {facts.size_bytes / 1e6:.1f} MB{note}")
 
 

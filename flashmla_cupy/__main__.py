@@ -10,12 +10,13 @@ from pathlib import Path
 
 def main() -> None:
     if find_spec("flashmla_cupy._cli") is not None:
-        runpy.run_module("flashmla_cupy._cli", run_name="__main__")
-        return
-    cli = Path(__file__).resolve().parents[1] / "cli.py"
-    if not cli.is_file():
-        sys.exit(f"flashmla-cupy: neither the package nor {cli.parent} holds the command line (cli.py)")
-    runpy.run_path(str(cli), run_name="__main__")
+        names = runpy.run_module("flashmla_cupy._cli")
+    else:
+        path = Path(__file__).resolve().parents[1] / "cli.py"
+        if not path.is_file():
+            sys.exit(f"flashmla-cupy: neither the package nor {path.parent} holds the command line (cli.py)")
+        names = runpy.run_path(str(path))
+    names["cli"](prog_name="flashmla-cupy")
 
 
 if __name__ == "__main__":

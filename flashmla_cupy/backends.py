@@ -59,6 +59,9 @@ def as_device(name: str, x: Any):
         return cupy.ndarray(x.shape, x.dtype, x.data, x.strides)
     if backend_of(name, x) == "numpy":
         raise TypeError(f"{name}: got {describe(x)}, expected an array on the GPU like q")
+    for bit in ("neg", "conj"):  # of a torch tensor; DLPack would hand out the memory without it
+        if getattr(x, f"is_{bit}", bool)():
+            raise TypeError(f"{name}: got a tensor whose {bit} bit is set, expected the result of its resolve_{bit}()")
     failures = []
     if hasattr(x, "__dlpack__"):
         try:
@@ -77,7 +80,7 @@ def as_device(name: str, x: Any):
 def as_host(name: str, x: Any) -> np.ndarray:
     """`x` as a NumPy array of the same memory; raises TypeError for GPU arrays and what NumPy cannot represent."""
     if isinstance(x, np.ndarray):
-        return x
+        return refuse_masked(name, x)
     if backend_of(name, x) == "cupy":
         raise TypeError(f"{name}: got {describe(x)}, expected an array on the host like q")
     try:
@@ -86,6 +89,13 @@ def as_host(name: str, x: Any) -> np.ndarray:
         hint = "; flashmla_cupy.torch takes torch tensors" if type(x).__module__.startswith("torch") else ""
         raise TypeError(f"{name}: got {describe(x)} that NumPy cannot hold ({error}), expected a NumPy array{hint}"
                         ) from error
+
+
+def refuse_masked(name: str, x: np.ndarray) -> np.ndarray:
+    """`x`, unless it is a masked array (TypeError): its mask would be lost without a word."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name}: got a masked array, expected a plain NumPy array (x.filled(value) gives one)")
+    return x
 
 
 def as_integers(name: str, x: Any):
@@ -100,7 +110,9 @@ def as_integers(name: str, x: Any):
             raise ValueError(f"{name}: got rows of different lengths, expected a rectangular array") from error
         if x.size == 0:
             x = x.astype(np.int32)
-    elif not isinstance(x, np.ndarray):
+    elif isinstance(x, np.ndarray):
+        refuse_masked(name, x)
+    else:
         x = as_device(name, x) if backend_of(name, x) == "cupy" else as_host(name, x)
     if x.dtype.kind not in "iu":
         raise TypeError(f"{name}: got dtype {x.dtype}, expected int32 (or another integer type)")
@@ -125,7 +137,7 @@ def host_arguments(arrays: dict[str, Any], integers: Sequence[str], outputs: Seq
         elif name in outputs:
             if not isinstance(x, np.ndarray):
                 raise TypeError(f"{name}: got {describe(x)}, expected a NumPy array, as q is on the host")
-            host[name] = x
+            host[name] = refuse_masked(name, x)
         else:
             host[name] = as_host(name, as_integers(name, x) if name in integers else x)
     return host

@@ -4,7 +4,8 @@
 
 Function names, argument order and results are FlashMLA's, in both of its forms: get_mla_metadata with arguments gives
 (tile_scheduler_metadata, num_splits) tensors, without arguments a FlashMLASchedMeta that plans at its first use. The
-log-sum-exp of a query that sees no token is +inf here, as FlashMLA has it (-inf in flashmla_cupy itself).
+log-sum-exp of a query that sees no token is +inf here, as FlashMLA has it (-inf in flashmla_cupy itself). To merge such
+results with flashmla_cupy.merge_states, make it -inf first: lse.masked_fill(lse == math.inf, -math.inf).
 
 Everything runs on torch's current stream of q's device, with memory of torch's allocator, and can be captured into a
 torch.cuda.CUDAGraph. CPU tensors run on the NumPy backend.
@@ -175,7 +176,7 @@ def _share(name: str, x: Any) -> Any:
     if dtype is None or x.layout != torch.strided or x.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{name}: got a {x.layout} tensor of {x.dtype} on {x.device}, expected a strided one of a "
                         "supported type on cuda or cpu")
-    x = x.detach()
+    x = x.detach().resolve_neg()  # a pending minus sign is not in the memory
     if not x.is_cuda:
         if x.dtype == torch.float8_e4m3fn:
             return x.view(torch.uint8).numpy()

@@ -38,7 +38,7 @@ struct SparseKeys {
   int64_t page_stride;         // bytes
   int64_t indices_stride_batch, indices_stride_token;
   int32_t topk;                // 0: there is no such list
-  int32_t num_slots;           // tokens of the cache: pages * page_size
+  int32_t num_pages;
   int32_t page_size;
   uint32_t page_size_magic;    // division by page_size, see common/math.cuh
   int32_t page_size_shift;
@@ -46,7 +46,7 @@ struct SparseKeys {
 };
 
 struct SparseDecodeParams {
-  SparseKeys main, extra;      // attention over the union
+  SparseKeys main, extra;      // attention over the union; paged: main.cache alone
   const void* q;               // (batch, s_q, h_q, d_qk) bf16
   void* out;                   // (batch, s_q, h_q, 512) bf16
   float* lse;                  // (batch, h_q, s_q), natural log, without the sink
@@ -54,12 +54,19 @@ struct SparseDecodeParams {
   float* lse_partial;          // (2 * num_sm_parts, s_q * h_q), log2
   const int32_t* metadata;     // (num_sm_parts, 8)
   const float* attn_sink;      // (h_q) natural-log logits or null
+  const int32_t* block_table;  // paged: (batch, table_width) or null: page index = request
+  const int32_t* cache_seqlens;  // paged: (batch)
   int64_t q_stride_batch, q_stride_token, q_stride_head;
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   int64_t lse_stride_batch, lse_stride_head, lse_stride_token;
+  int64_t block_table_stride;
   int32_t batch, s_q, h_q;
   int32_t num_sm_parts;
+  int32_t causal;              // paged: 0 | 1
+  int32_t max_seqlen;          // paged: what the block table (or the contiguous cache) can hold
   float scale_log2;            // softmax_scale * log2(e)
+  uint32_t h_q_magic;          // division by h_q, see common/math.cuh
+  int32_t h_q_shift;
   int32_t reserved;
 };
 

@@ -12,19 +12,20 @@ struct alignas(1024) SharedStorage {
   static constexpr int kTileElements = tile::kTileBytes / 2;
   bf16_t q[kTiles][kTileElements];
   bf16_t k[kStages][kTiles][kTileElements];  // 64 tokens x 64 dims a tile; tiles 0-7 are also V
-  bf16_t p[kTileElements];                   // 64 heads x 64 tokens
-  float rescale[64];                         // per head: factor for the accumulated output before this block is added
-  float inv_sum[64];                         // per head: 1 / row sum (and the sink), valid with the last block
+  bf16_t p[kTileElements];                   // 64 rows x 64 tokens
+  float rescale[64];                         // per row: factor for the accumulated output before this block is added
+  float inv_sum[64];                         // per row: 1 / row sum (and the sink), valid with the last block
   uint16_t valid[kStages][4];                // a bit a token: its index is one of the cache
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t p_full[2], p_empty;
   attention::PartPlan plan;
 };
 
-template <class Format_>
+template <class Format_, bool kPaged_>
 struct Config {
-  using Format = Format_;  // kv_format::V32 | kv_format::D512
-  static constexpr int kRows = 64;                    // heads of a CTA
+  using Format = Format_;                   // kv_format::V32 | kv_format::D512
+  static constexpr bool kPaged = kPaged_;   // keys by a block table (dense decode) instead of index lists
+  static constexpr int kRows = 64;                    // query rows of a CTA
   static constexpr int kBlock = attention::kKvBlock;  // tokens of a block
   static constexpr int kHeadDimV = 512;
   static constexpr int kTiles = Format::kQk / 64;

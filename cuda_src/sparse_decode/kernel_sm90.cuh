@@ -1,10 +1,11 @@
-// Token-level sparse MLA decode over an FP8 cache on Hopper: every query token attends to the cache slots that its index
-// list names, in blocks of 64. out = softmax(scale Q K^T) V, where V is the first 512 dims of the dequantised K.
+// MLA decode over an FP8 cache on Hopper. Sparse: every query token attends to the cache slots that its index list names.
+// Paged (dense): to the tokens of its request, by a block table. In blocks of 64; out = softmax(scale Q K^T) V, where V is
+// the first 512 dims of the dequantised K.
 //
 // Method: FlashMLA's FP8 sparse decode without the crossover (each CTA dequantises every token it needs), on the pipeline
 // of dense_decode: one warpgroup turns gathered e4m3 rows into the bf16 tiles that the copy engine brings there.
 //
-// grid    (ceil(h_q / 64), s_q, num_sm_parts)
+// grid    sparse: (ceil(h_q / 64), s_q, num_sm_parts); paged: (ceil(s_q h_q / 64), 1, num_sm_parts)
 // block   512 threads, one CTA an SM, no cluster
 // roles   warpgroup 0  dequantise: gathers 16 tokens a warp, e4m3 x scale to bf16, swizzled tiles, validity bits
 //         warpgroup 1  scores: S = Q K^T, masking, softmax, P to shared memory, row sums, log-sum-exp, sink
@@ -46,21 +47,51 @@ using tile::smem_addr;
 constexpr uint32_t kScoreBarrier = 1;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+// A query row of this CTA: a head of one query token, or (paged, where tokens share their keys) of any.
+struct QueryRow {
+  int token, head;
+  bool exists;
+};
+template <class Config>
+__device__ __forceinline__ QueryRow query_row(const SparseDecodeParams& params, int local_row) {
+  const int row = blockIdx.x * Config::kRows + local_row;
+  if constexpr (!Config::kPaged) return {(int)blockIdx.y, row, row < params.h_q};
+  const int token = divide_by_magic(row, params.h_q_magic, params.h_q_shift);
+  return {token, row - token * params.h_q, token < params.s_q};
+}
+
+// Causal: query token i of s_q sees seqlen - s_q + i + 1 tokens.
+__device__ __forceinline__ int visible_tokens(const SparseDecodeParams& params, int seqlen, int token) {
+  return params.causal ? min(seqlen, seqlen - params.s_q + token + 1) : seqlen;
+}
+
+__device__ __forceinline__ int load_seqlen(const SparseDecodeParams& params, int req) {
+  return min(max(__ldg(params.cache_seqlens + req), 0), params.max_seqlen);
+}
+
 // Entries of a list that count for a request.
 __device__ __forceinline__ int list_length(const SparseKeys& keys, int req) {
   return keys.topk_length == nullptr ? keys.topk : min(max(__ldg(keys.topk_length + req), 0), keys.topk);
 }
 
-// The blocks of a request: first those of the main list, then those of the extra one.
+// The blocks of a request that this CTA works on. Sparse: first come the blocks of the main list, then the extra ones.
 struct Fragment {
   int main_blocks;
   int begin_block, end_block, slot;
 };
+template <class Config>
 __device__ __forceinline__ Fragment load_fragment(const SparseDecodeParams& params, const PartPlan& plan, int req) {
-  const int main_blocks = ceil_div(list_length(params.main, req), attention::kKvBlock);
-  const int blocks = main_blocks + ceil_div(list_length(params.extra, req), attention::kKvBlock);
-  const int tokens = blocks * attention::kKvBlock;
-  const attention::Fragment f = attention::fragment_of(plan, req, tokens, tokens);
+  attention::Fragment f;
+  int main_blocks;
+  if constexpr (Config::kPaged) {
+    const int seqlen = load_seqlen(params, req);
+    f = attention::fragment_of(plan, req, seqlen, visible_tokens(params, seqlen, plan.last_token));
+    main_blocks = ceil_div(seqlen, attention::kKvBlock);
+  } else {
+    main_blocks = ceil_div(list_length(params.main, req), attention::kKvBlock);
+    const int blocks = main_blocks + ceil_div(list_length(params.extra, req), attention::kKvBlock);
+    f = attention::fragment_of(plan, req, blocks * attention::kKvBlock, blocks * attention::kKvBlock);
+  }
   return {main_blocks, f.begin_block, f.end_block, params.o_partial == nullptr ? -1 : f.slot};
 }
 
@@ -72,20 +103,37 @@ struct TokenAddress {
 };
 
 // Lane l gives token l % 16 of this warp's 16 tokens of the block.
-template <class Format>
+template <class Config>
 __device__ __forceinline__ TokenAddress locate(const SparseDecodeParams& params, int req, const Fragment& fragment,
                                                int block) {
-  const bool is_main = block < fragment.main_blocks;
-  const SparseKeys& keys = is_main ? params.main : params.extra;
-  const int entry = (is_main ? block : block - fragment.main_blocks) * attention::kKvBlock +
-                    tile::warp_in_group() * 16 + tile::lane_id() % 16;
-  if (entry >= list_length(keys, req)) return {nullptr, nullptr};
-  const int index = __ldg(keys.indices + req * keys.indices_stride_batch + blockIdx.y * keys.indices_stride_token + entry);
-  if ((uint32_t)index >= (uint32_t)keys.num_slots) return {nullptr, nullptr};
-  const int page = divide_by_magic(index, keys.page_size_magic, keys.page_size_shift);
-  const int slot = index - page * keys.page_size;
-  const uint8_t* start = keys.cache + page * keys.page_stride;
-  return {start + Format::row_offset(slot), start + Format::scale_offset(slot, keys.page_size)};
+  using Format = typename Config::Format;
+  const int in_block = tile::warp_in_group() * 16 + tile::lane_id() % 16;
+  int page, slot;
+  const SparseKeys* keys = &params.main;
+  if constexpr (Config::kPaged) {
+    const int position = block * attention::kKvBlock + in_block;
+    if (position >= load_seqlen(params, req)) return {nullptr, nullptr};
+    const int entry = divide_by_magic(position, keys->page_size_magic, keys->page_size_shift);
+    slot = position - entry * keys->page_size;
+    page = req;
+    if (params.block_table != nullptr) page = __ldg(params.block_table + req * params.block_table_stride + entry);
+    if ((uint32_t)page >= (uint32_t)keys->num_pages) return {nullptr, nullptr};
+  } else {
+    if (block >= fragment.main_blocks) {
+      keys = &params.extra;
+      block -= fragment.main_blocks;
+    }
+    const int entry = block * attention::kKvBlock + in_block;
+    if (entry >= list_length(*keys, req)) return {nullptr, nullptr};
+    const int index =
+        __ldg(keys->indices + req * keys->indices_stride_batch + blockIdx.y * keys->indices_stride_token + entry);
+    if (index < 0) return {nullptr, nullptr};
+    page = divide_by_magic(index, keys->page_size_magic, keys->page_size_shift);
+    if (page >= keys->num_pages) return {nullptr, nullptr};
+    slot = index - page * keys->page_size;
+  }
+  const uint8_t* start = keys->cache + page * keys->page_stride;
+  return {start + Format::row_offset(slot), start + Format::scale_offset(slot, keys->page_size)};
 }
 
 __device__ __forceinline__ const uint8_t* shuffle_pointer(const uint8_t* p, int lane) {
@@ -161,9 +209,9 @@ __device__ __forceinline__ void dequantise(const SparseDecodeParams& params, con
   tile::RingPosition<Config::kStages> ring;
   const int lane = tile::lane_id(), warp = tile::warp_in_group();
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
-    const Fragment fragment = load_fragment(params, plan, req);
+    const Fragment fragment = load_fragment<Config>(params, plan, req);
     for (int block = fragment.begin_block; block < fragment.end_block; block++) {
-      const TokenAddress mine = locate<Format>(params, req, fragment, block);
+      const TokenAddress mine = locate<Config>(params, req, fragment, block);
       const uint32_t valid = __ballot_sync(kFullWarp, mine.row != nullptr) & 0xffff;
       RawToken<Format> raw[2];
       const auto load = [&](int i) {  // four tokens at a time, one for each group of eight lanes
@@ -192,14 +240,14 @@ __device__ __forceinline__ void load_query(const SparseDecodeParams& params, int
   const int chunk = threadIdx.x % 8;
 #pragma unroll 2
   for (int row = threadIdx.x % 128 / 8; row < Config::kRows; row += 16) {
-    const int head = blockIdx.x * Config::kRows + row;
+    const QueryRow at = query_row<Config>(params, row);
     const uint4* src = reinterpret_cast<const uint4*>(
-        reinterpret_cast<const bf16_t*>(params.q) + req * params.q_stride_batch + blockIdx.y * params.q_stride_token +
-        min(head, params.h_q - 1) * params.q_stride_head);
+        reinterpret_cast<const bf16_t*>(params.q) + req * params.q_stride_batch + at.token * params.q_stride_token +
+        at.head * params.q_stride_head);
 #pragma unroll
     for (int t = 0; t < Config::kTiles; t++)
       ptx::st_shared_v4(smem_addr(smem.q[t]) + tile::swizzle_128b(row, chunk),
-                        head < params.h_q ? ptx::ld_global_nc_v4(src + 8 * t + chunk) : make_uint4(0, 0, 0, 0));
+                        at.exists ? ptx::ld_global_nc_v4(src + 8 * t + chunk) : make_uint4(0, 0, 0, 0));
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
@@ -235,35 +283,46 @@ __device__ __forceinline__ void mask_invalid(float (&s)[32], const uint16_t (&va
 
 // 1 / row sum, and the attention sink where the request is whole; a split request meets its sink in combine.
 __device__ __forceinline__ float output_factor(const SparseDecodeParams& params, const attention::RowState& state,
-                                               int head, int slot) {
+                                               const QueryRow& row, int slot) {
   if (state.sum == 0.0f) return 0.0f;
-  if (params.attn_sink == nullptr || slot >= 0 || head >= params.h_q) return 1.0f / state.sum;
-  return 1.0f / (state.sum + ptx::ex2_approx_ftz(__ldg(params.attn_sink + head) * kLog2E - state.max_log2));
+  if (params.attn_sink == nullptr || slot >= 0 || !row.exists) return 1.0f / state.sum;
+  return 1.0f / (state.sum + ptx::ex2_approx_ftz(__ldg(params.attn_sink + row.head) * kLog2E - state.max_log2));
 }
 
-__device__ __forceinline__ void store_lse(const SparseDecodeParams& params, int slot, int req, int head,
+__device__ __forceinline__ void store_lse(const SparseDecodeParams& params, int slot, int req, const QueryRow& row,
                                           const attention::RowState& state) {
-  if (head >= params.h_q || (threadIdx.x & 3) != 0) return;
+  if (!row.exists || (threadIdx.x & 3) != 0) return;
   const float lse_log2 = state.max_log2 + ptx::lg2_approx_ftz(state.sum);
   if (slot >= 0)
-    params.lse_partial[(int64_t)slot * params.s_q * params.h_q + blockIdx.y * params.h_q + head] = lse_log2;
+    params.lse_partial[((int64_t)slot * params.s_q + row.token) * params.h_q + row.head] = lse_log2;
   else
-    params.lse[req * params.lse_stride_batch + head * params.lse_stride_head + blockIdx.y * params.lse_stride_token] =
+    params.lse[req * params.lse_stride_batch + row.head * params.lse_stride_head + row.token * params.lse_stride_token] =
         lse_log2 * kLn2;
+}
+
+// Paged: tokens past what each row sees (those past the end have no validity bit).
+template <class Config>
+__device__ __forceinline__ void mask_unseen(const SparseDecodeParams& params, int req, int block, const QueryRow& row0,
+                                            const QueryRow& row1, float (&s)[32]) {
+  const int seqlen = load_seqlen(params, req), first_col = block * Config::kBlock;
+  if (first_col + Config::kBlock <= visible_tokens(params, seqlen, query_row<Config>(params, 0).token)) return;
+  attention::mask_columns(s, first_col, visible_tokens(params, seqlen, row0.token),
+                          visible_tokens(params, seqlen, row1.token));
 }
 
 template <class Config>
 __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
-  const int row = tile::fragment_row(), head = blockIdx.x * Config::kRows + row;
+  const int row = tile::fragment_row();
+  const QueryRow row0 = query_row<Config>(params, row), row1 = query_row<Config>(params, row + 8);
   tile::RingPosition<Config::kStages> ring;
   uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
   float s[32];
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
-    const Fragment fragment = load_fragment(params, plan, req);
-    // Heads past the last get an infinite maximum: their probabilities are zero, like their queries.
-    attention::RowState state0{head < params.h_q ? attention::kNothing : infinity(), 0.0f};
-    attention::RowState state1{head + 8 < params.h_q ? attention::kNothing : infinity(), 0.0f};
+    const Fragment fragment = load_fragment<Config>(params, plan, req);
+    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
+    attention::RowState state0{row0.exists ? attention::kNothing : infinity(), 0.0f};
+    attention::RowState state1{row1.exists ? attention::kNothing : infinity(), 0.0f};
     if (fragment.begin_block < fragment.end_block) load_query<Config>(params, req, smem);
     bool pending = false;  // P of the block before is not announced to output half 1 yet
     for (int block = fragment.begin_block; block < fragment.end_block; block++) {
@@ -275,6 +334,8 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       ptx::wgmma_wait_group<0>();
 
       mask_invalid(s, smem.valid[ring.stage]);
+      if constexpr (Config::kPaged)
+        if (params.causal) mask_unseen<Config>(params, req, block, row0, row1, s);
       ring.advance();
       float max0, max1;
       attention::row_max(s, max0, max1);
@@ -293,31 +354,32 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
         smem.rescale[row] = rescale0;
         smem.rescale[row + 8] = rescale1;
         if (last) {
-          smem.inv_sum[row] = output_factor(params, state0, head, fragment.slot);
-          smem.inv_sum[row + 8] = output_factor(params, state1, head + 8, fragment.slot);
+          smem.inv_sum[row] = output_factor(params, state0, row0, fragment.slot);
+          smem.inv_sum[row + 8] = output_factor(params, state1, row1, fragment.slot);
         }
       }
       arrive_once_per_warp(smem_addr(&smem.p_full[0]));
       pending = !last;
       if (last) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
     }
-    store_lse(params, fragment.slot, req, head, state0);
-    store_lse(params, fragment.slot, req, head + 8, state1);
+    store_lse(params, fragment.slot, req, row0, state0);
+    store_lse(params, fragment.slot, req, row1, state1);
   }
 }
 
 // ---- output -----------------------------------------------------------------------------------------------------
 template <class Config, int half, int kOffset>
-__device__ __forceinline__ void store_output_row(const SparseDecodeParams& params, int slot, int req, int head,
+__device__ __forceinline__ void store_output_row(const SparseDecodeParams& params, int slot, int req, int local_row,
                                                  const float (&o)[2][64], float inv_sum) {
+  const QueryRow row = query_row<Config>(params, local_row);
   if (slot >= 0) {
-    const int64_t row = (int64_t)slot * params.s_q * params.h_q + blockIdx.y * params.h_q + head;
-    float* dst = params.o_partial + row * Config::kHeadDimV + 256 * half;
-    attention::store_row_f32<kOffset>(o, inv_sum, head < params.h_q ? dst : nullptr);
+    float* dst = params.o_partial +
+                 (((int64_t)slot * params.s_q + row.token) * params.h_q + row.head) * Config::kHeadDimV + 256 * half;
+    attention::store_row_f32<kOffset>(o, inv_sum, row.exists ? dst : nullptr);
   } else {
     bf16_t* dst = reinterpret_cast<bf16_t*>(params.out) + req * params.out_stride_batch +
-                  blockIdx.y * params.out_stride_token + head * params.out_stride_head + 256 * half;
-    attention::store_row_16bit<bf16_t, kOffset>(o, inv_sum, head < params.h_q ? dst : nullptr);
+                  row.token * params.out_stride_token + row.head * params.out_stride_head + 256 * half;
+    attention::store_row_16bit<bf16_t, kOffset>(o, inv_sum, row.exists ? dst : nullptr);
   }
 }
 
@@ -330,7 +392,7 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     int block, end_block;
     {
-      const Fragment fragment = load_fragment(params, plan, req);
+      const Fragment fragment = load_fragment<Config>(params, plan, req);
       block = fragment.begin_block;
       end_block = fragment.end_block;
     }
@@ -354,10 +416,10 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
       inv_sum1 = smem.inv_sum[tile::fragment_row_again() + 8];
       arrive_once_per_warp(smem_addr(&smem.p_empty));
     }
-    const int slot = load_fragment(params, plan, req).slot;
-    const int head = blockIdx.x * Config::kRows + tile::fragment_row_again();
-    store_output_row<Config, half, 0>(params, slot, req, head, o, inv_sum0);
-    store_output_row<Config, half, 2>(params, slot, req, head + 8, o, inv_sum1);
+    const int slot = load_fragment<Config>(params, plan, req).slot;
+    const int row = tile::fragment_row_again();
+    store_output_row<Config, half, 0>(params, slot, req, row, o, inv_sum0);
+    store_output_row<Config, half, 2>(params, slot, req, row + 8, o, inv_sum1);
   }
 }
 
@@ -383,8 +445,10 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
   ptx::griddepcontrol_wait();
   // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
   ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
     smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
+    smem.plan.last_token = min(query_row<Config>(params, Config::kRows - 1).token, params.s_q - 1);
+  }
   __syncthreads();
   const PartPlan& plan = smem.plan;  // read where needed: registers are scarce in every role
   const int group = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);

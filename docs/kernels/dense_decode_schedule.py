@@ -60,7 +60,8 @@ def draw(path: Path) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0)
-    axes.set_title("Dense decode on one SM: the softmax of a block runs under half of P V of the block before", fontsize=10)
+    title = "Dense decode on one SM: the softmax of a block runs under half of P V of the block before"
+    axes.set_title(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

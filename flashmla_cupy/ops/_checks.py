@@ -26,6 +26,7 @@ FP8_CACHE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(ml_dtypes.fl
 _FP8_FORMATS = {layout.d_qk: layout for layout in FORMATS.values()}
 _LAST_AXES = "h_kv, d_qk or bytes per token"
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MIN, _FLOAT32_MAX = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,14 @@ def check_scale(name: str, value: Any, d_qk: int) -> float:
         raise TypeError(f"{name}: got {describe(value)}, expected a float on the host")  # float() would synchronise
     try:
         scale = float(value)
+    except OverflowError:
+        scale = math.inf
     except (TypeError, ValueError):
         raise TypeError(f"{name}: got {describe(value)}, expected a float") from None
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"{name}: got {scale}, expected a positive finite number")
+    if not _FLOAT32_MIN <= scale * math.log2(math.e) <= _FLOAT32_MAX:  # as the kernels take it
+        raise ValueError(f"{name}: got {scale}, expected a number that float32 holds, also times log2(e)")
     return scale
 
 
@@ -153,6 +158,8 @@ def check_writable(name: str, x: Any) -> None:
     """An output array: no element twice, not read-only, elements on their natural boundaries."""
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         raise ValueError(f"{name}: got a read-only array, expected a writable one")
+    if x.size == 0:
+        return  # strides of no elements mean nothing; CuPy and torch fill them with zeros
     extent = x.dtype.itemsize
     axes = [(abs(stride), length) for stride, length in zip(x.strides, x.shape, strict=True) if length > 1]
     for stride, length in sorted(axes):
@@ -228,6 +235,8 @@ def check_results(out: Any, lse: Any, problem: DecodeProblem, dtype: np.dtype) -
     if out is not None:
         check_shape("out", out, problem.out_shape, "(batch, s_q, h_q, head_dim_v)")
         check_dtype("out", out, dtype)
+        if out.size and out.strides[-1] != dtype.itemsize:
+            raise ValueError(f"out: got stride {out.strides[-1]} bytes along the last axis, expected it contiguous")
         check_writable("out", out)
     if lse is not None:
         check_shape("lse", lse, problem.lse_shape, "(batch, h_q, s_q)")
@@ -326,6 +335,35 @@ def _check_indices(name: str, indices: Any, batch: int, s_q: int, h_kv: int) -> 
     return shape[-1]
 
 
+def check_workspace(workspace: Any, needed_bytes: int) -> None:
+    check_ndim("workspace", workspace, 1, "(elements,)")
+    if workspace.dtype not in (np.dtype(np.uint8), np.dtype(np.float32)):
+        raise TypeError(f"workspace: got dtype {workspace.dtype}, expected uint8 or float32")
+    if workspace.size > 1 and workspace.strides[0] != workspace.dtype.itemsize:
+        raise ValueError(f"workspace: got stride {workspace.strides[0]} bytes, expected a contiguous array")
+    check_writable("workspace", workspace)
+    if workspace.nbytes < needed_bytes:
+        raise ValueError(f"workspace: got {workspace.nbytes} bytes, expected at least {needed_bytes} "
+                         "(mla_workspace_bytes tells)")
+    address = workspace.ctypes.data if isinstance(workspace, np.ndarray) else workspace.data.ptr
+    if needed_bytes and address % 16:
+        raise ValueError(f"workspace: got address {address:#x}, expected a multiple of 16 bytes")
+
+
+# ---- host arrays only ----
+def check_pages(block_table: Any, cache_seqlens: Any, problem: DecodeProblem) -> None:
+    """Every page within a request's length is one of the cache. None: a contiguous cache."""
+    if block_table is None:
+        return
+    lengths = np.clip(np.asarray(cache_seqlens).astype(np.int64), 0, problem.max_seqlen)
+    reached = np.arange(block_table.shape[1]) < -(-lengths // problem.page_size)[:, None]
+    outside = reached & ((block_table < 0) | (block_table >= problem.pages))
+    if outside.any():
+        request, entry = map(int, np.argwhere(outside)[0])
+        raise ValueError(f"block_table: got page {block_table[request, entry]} as entry {entry} of request {request} "
+                         f"({lengths[request]} tokens), expected pages from 0 to {problem.pages - 1}")
+
+
 # ---- device arrays only ----
 def check_same_device(device_id: int, **arrays: Any) -> None:
     for name, x in arrays.items():
@@ -357,16 +395,3 @@ def check_cache_layout(k_cache: Any) -> None:
         if length > 1 and (stride % 16 or not 0 < stride < 1 << 40):
             raise ValueError(f"k_cache: got a {axis} stride of {stride} bytes, expected a positive multiple of 16 "
                              "(TMA)")
-
-
-def check_workspace(workspace: Any, needed_bytes: int) -> None:
-    check_ndim("workspace", workspace, 1, "(elements,)")
-    if workspace.dtype not in (np.dtype(np.uint8), np.dtype(np.float32)):
-        raise TypeError(f"workspace: got dtype {workspace.dtype}, expected uint8 or float32")
-    if workspace.strides[0] != workspace.dtype.itemsize:
-        raise ValueError(f"workspace: got stride {workspace.strides[0]} bytes, expected a contiguous array")
-    if workspace.nbytes < needed_bytes:
-        raise ValueError(f"workspace: got {workspace.nbytes} bytes, expected at least {needed_bytes} "
-                         "(mla_workspace_bytes tells)")
-    if needed_bytes and workspace.data.ptr % 16:
-        raise ValueError(f"workspace: got address {workspace.data.ptr:#x}, expected a multiple of 16 bytes")

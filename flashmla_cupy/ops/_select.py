@@ -70,7 +70,8 @@ def all_specs() -> tuple[KernelSpec, ...]:
     Experimental ones have no passing GPU record (tests/records) for their present source.
     """
     return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(), *_QUANTIZE.values(),
-            *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values())
+            *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
+            *_PAGED_FP8_DECODE.values())
 
 
 _DENSE_DECODE = {
@@ -91,10 +92,11 @@ _QUANTIZE, _DEQUANTIZE = (
     for path in ("quantize_sm89", "dequantize_sm89"))
 _TOKEN_INDICES = {("", 0): KernelSpec("kv_quant", "token_indices_sm80", ("int32_t",), (), "TokenIndicesParams",
                                       experimental=True)}
-_SPARSE_DECODE = {
-    ("bfloat16", layout.d_qk): KernelSpec("sparse_decode", "sm90", (f"kv_format::{layout.name.upper()}",),
-                                          (layout.name,), "SparseDecodeParams", experimental=True)
-    for layout in kv_format.FORMATS.values()}
+_SPARSE_DECODE, _PAGED_FP8_DECODE = (
+    {("bfloat16", layout.d_qk): KernelSpec("sparse_decode", "sm90", (f"kv_format::{layout.name.upper()}", paged),
+                                           (layout.name, tag), "SparseDecodeParams", experimental=True)
+     for layout in kv_format.FORMATS.values()}
+    for tag, paged in (("indices", "false"), ("paged", "true")))
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
@@ -153,5 +155,6 @@ _CHOICES = {
     "kv_quant.quantize": (_QUANTIZE, _kv_quant_reasons),
     "kv_quant.dequantize": (_DEQUANTIZE, _kv_quant_reasons),
     "kv_quant.token_indices": (_TOKEN_INDICES, _sched_meta_reasons),
-    "sparse_decode": (_SPARSE_DECODE, _sparse_decode_reasons),
+    "sparse_decode.indices": (_SPARSE_DECODE, _sparse_decode_reasons),
+    "sparse_decode.paged": (_PAGED_FP8_DECODE, _sparse_decode_reasons),
 }

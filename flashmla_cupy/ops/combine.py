@@ -28,7 +28,9 @@ def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
             or float16, d_v a multiple of 4.
         lses: their log-sum-exps float32, as an array (n, ...) or a sequence. For results of four axes
             (batch, s_q, h_q, d_v) each is (batch, h_q, s_q), as flash_mla_with_kvcache returns it; for any other
-            number of axes it has the shape of the result without d_v.
+            number of axes it has the shape of the result without d_v. Empty is -inf only: +inf, which
+            flashmla_cupy.torch (like FlashMLA) returns for a row that attends to nothing, is a ValueError in NumPy
+            arrays; on a GPU nothing looks at the values, and such a row becomes NaN.
 
     Returns:
         out (..., d_v) of the type of outs and lse float32 in the layout of one lses. CuPy arrays on the device of outs
@@ -99,11 +101,14 @@ def _swap_heads(lse: Any) -> Any:
 
 def _merge_on_host(outs: Any, lses: Any, dtype: np.dtype, by_head: bool) -> tuple[np.ndarray, np.ndarray]:
     from flashmla_cupy.reference import combine as reference
+    from flashmla_cupy.reference._numerics import cast
 
     outs, lses = np.stack([x.astype(np.float64) for x in outs]), np.stack([x.astype(np.float64) for x in lses])
+    if np.isposinf(lses).any():
+        raise ValueError("lses: got +inf, expected -inf for a result over no keys (flashmla_cupy.torch has +inf there)")
     out, lse = reference.merge(outs, _swap_heads(lses) if by_head else lses, xp=np)
     lse = _swap_heads(lse) if by_head else lse
-    return out.astype(dtype), np.ascontiguousarray(lse, np.float32)
+    return cast(out, dtype), np.ascontiguousarray(lse, np.float32)
 
 
 def _merge_on_device(outs, lses, shape, dtype, by_head, device_id) -> tuple[cupy.ndarray, cupy.ndarray]:

@@ -16,7 +16,6 @@ import numpy as np
 from flashmla_cupy import backends
 from flashmla_cupy.runtime import params as kernel_params
 from flashmla_cupy.runtime import tensor_map
-from flashmla_cupy.runtime.device import gpu_available
 
 from . import _checks, _device, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem
@@ -54,12 +53,17 @@ def mla_workspace_bytes(batch: int, s_q: int, h_q: int, h_kv: int = 1, num_sm_pa
     """Bytes that `workspace` of flash_mla_with_kvcache needs, with or without metadata given.
 
     num_sm_parts: rows of the metadata; None: as get_mla_metadata chooses it on CuPy's current device.
+
+    Raises:
+        TypeError, ValueError: an argument that is no int, is below 0 (heads and parts: below 1), or heads that do not
+        divide.
     """
     batch, s_q = _checks.check_int("batch", batch, 0), _checks.check_int("s_q", s_q, 0)
     h_q, h_kv = _checks.check_int("h_q", h_q, 1), _checks.check_int("h_kv", h_kv, 1)
+    if h_q % h_kv:
+        raise ValueError(f"h_q: got {h_q}, expected a multiple of h_kv = {h_kv}")
     if num_sm_parts is None:
-        sm_count = _device.info(_device.current_device()).sm_count if gpu_available() else sched_meta.NOMINAL_SM_COUNT
-        num_sm_parts = sched_meta.num_sm_parts(sm_count, h_kv, s_q * h_q // h_kv)
+        num_sm_parts = sched_meta.num_sm_parts(sched_meta.sm_count(None), h_kv, s_q * h_q // h_kv)
     parts = _checks.check_int("num_sm_parts", num_sm_parts, 1)
     partial_bytes = _device.partial_bytes(parts, s_q * h_q)[1] if parts > 1 else 0
     return partial_bytes + sched_meta.plan_bytes(batch, parts)
@@ -84,21 +88,25 @@ def _signature(x: Any) -> Any:
 # ---- NumPy backend ----
 def _on_host(options: tuple, arrays: tuple) -> tuple[np.ndarray, np.ndarray]:
     from flashmla_cupy.reference import dense_decode as reference
+    from flashmla_cupy.reference._numerics import cast
 
     named = backends.host_arguments(dict(zip(_ARRAYS, arrays, strict=True)), _INTEGERS, _OUTPUTS)
-    q, k_cache, block_table, cache_seqlens, metadata, num_splits, out, lse, _ = named.values()
+    q, k_cache, block_table, cache_seqlens, metadata, num_splits, out, lse, workspace = named.values()
     head_dim_v, causal, softmax_scale = options
     problem = _checks.check_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, metadata, num_splits, causal,
                                    softmax_scale, out, lse)
+    if workspace is not None:
+        _checks.check_workspace(workspace, _Plan.workspace_bytes(problem, metadata, None))
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, np.float32) if lse is None else lse
     if problem.nothing_to_attend or 0 in q.shape:
         out[...], lse[...] = 0, -np.inf
     else:
+        _checks.check_pages(block_table, cache_seqlens, problem)
         exact_out, exact_lse = reference.attend(
             q, k_cache, block_table, cache_seqlens, HEAD_DIM_V, softmax_scale=problem.softmax_scale,
             causal=problem.causal)
-        out[...], lse[...] = exact_out.astype(q.dtype), exact_lse
+        out[...], lse[...] = cast(exact_out, q.dtype), exact_lse
     return out, lse
 
 
@@ -121,8 +129,6 @@ def _stage(options: tuple, arrays: tuple) -> tuple[Any, Any]:
     device_id = q.data.device_id
     _checks.check_same_device(device_id, **named)
     _checks.check_element_alignment(**named)
-    if out is not None and out.strides[3] != out.dtype.itemsize:
-        raise ValueError(f"out: got stride {out.strides[3]} bytes along the last axis, expected it contiguous")
     if not problem.nothing_to_attend:
         _checks.check_cache_layout(k_cache)
     if workspace is not None:
@@ -210,10 +216,12 @@ class _Plan:
         self.grid = (-(-p.rows // sched_meta.QUERY_ROWS_PER_BLOCK), p.h_kv, self.parts)
         self._map_arguments = _map_arguments(k_cache, p)
         self._maps: dict[int, bytes] = {}
+        float32 = np.dtype(np.float32)
+        out_strides = _device.strides_of(out, self.out_shape, q.dtype)[:3]
+        lse_strides = _device.strides_of(lse, self.lse_shape, float32)
         strides = {**_device.element_strides("q", q.strides[:3], q.dtype, "batch token head"),
-                   **_device.element_strides("out", _device.strides_of(out, self.out_shape, q.dtype)[:3], q.dtype, "batch token head"),
-                   **_device.element_strides("lse", _device.strides_of(lse, self.lse_shape, np.dtype(np.float32)), np.dtype(np.float32),
-                                      "batch head token")}
+                   **_device.element_strides("out", out_strides, q.dtype, "batch token head"),
+                   **_device.element_strides("lse", lse_strides, float32, "batch head token")}
         sizes = dict(batch=p.batch, s_q=p.s_q, heads_per_kv=p.heads_per_kv, h_kv=p.h_kv, num_sm_parts=self.parts)
         magic, shift = kernel_params.divisor(p.heads_per_kv)
         self.params = _device.ParamTemplate(
@@ -230,18 +238,18 @@ class _Plan:
                                                         warps_per_row=warps, lse_in_scale=1.0)
 
     @staticmethod
-    def parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int) -> tuple[int, bool]:
+    def parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) -> tuple[int, bool]:
         """The number of SM parts, and whether the plan may split a request.
 
         Metadata that are given may split any request, whatever their lengths were.
         """
         if metadata is not None:
             return metadata.shape[0], metadata.shape[0] > 1
-        parts = sched_meta.num_sm_parts(_device.info(device_id).sm_count, p.h_kv, p.rows)
+        parts = sched_meta.num_sm_parts(sched_meta.sm_count(device_id), p.h_kv, p.rows)
         return parts, parts > 1 and p.max_seqlen > sched_meta.KV_BLOCK_TOKENS
 
     @classmethod
-    def workspace_bytes(cls, p: DecodeProblem, metadata: Any, device_id: int) -> int:
+    def workspace_bytes(cls, p: DecodeProblem, metadata: Any, device_id: int | None) -> int:
         if p.nothing_to_attend or p.batch * p.s_q == 0:
             return 0
         parts, splits = cls.parts_and_splits(p, metadata, device_id)

@@ -10,6 +10,7 @@ import numpy as np
 
 from flashmla_cupy.backends import as_integers
 from flashmla_cupy.reference import sched_meta as reference
+from flashmla_cupy.runtime.device import gpu_available
 
 from . import _checks, _device
 from ._select import Problem
@@ -19,6 +20,15 @@ QUERY_ROWS_PER_BLOCK = 64
 OVERHEAD_BLOCKS = 4  # fixed cost of a fragment, in KV blocks (docs/perf-log.md)
 NOMINAL_SM_COUNT = 132  # where there is no GPU to ask: that of an H100 or H200
 _NO_FIXED_SEQLEN = -1
+
+
+def sm_count(device_id: int | None) -> int:
+    """SMs of a device; None, for host arrays: of CuPy's current device, and of an H200 without a GPU."""
+    if device_id is None:
+        if not gpu_available():
+            return NOMINAL_SM_COUNT
+        device_id = _device.current_device()
+    return _device.info(device_id).sm_count
 
 
 def num_sm_parts(sm_count: int, num_heads_k: int, num_q_tokens_per_head_k: int) -> int:

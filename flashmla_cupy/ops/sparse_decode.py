@@ -64,25 +64,29 @@ def prepare(arguments: dict[str, Any]) -> tuple[DecodeProblem, dict[str, Any]]:
     arrays = {name: x for name, x in arguments.items() if name not in (*_SCALARS, *(_DENSE if sparse else _SPARSE))}
     if backends.backend_of("q", arguments["q"]) == "numpy":
         arrays = backends.host_arguments(arrays, _INTEGERS, _OUTPUTS, _REQUIRED)
-        return _problem(arrays, scalars), arrays
+        problem = _problem(arrays, scalars)
+        if sparse:
+            _check_workspace(problem, arrays, None)
+        return problem, arrays
 
     arrays = {name: _on_device(name, x) for name, x in arrays.items()}
     problem = _problem(arrays, scalars)
     _checks.check_same_device(arrays["q"].data.device_id, **arrays)
     _checks.check_element_alignment(**arrays)
-    if not sparse or problem.kv_format is None:
-        given = "is_fp8_kvcache without indices" if not sparse else "indices without is_fp8_kvcache"
-        raise UnsupportedError(f"{given}: not supported by flash_mla_with_kvcache on a GPU yet",
-                               ["there is a kernel for indices into an FP8 cache, and for a 16-bit cache without"],
+    if problem.kv_format is None:
+        raise UnsupportedError("indices without is_fp8_kvcache: not supported by flash_mla_with_kvcache on a GPU yet",
+                               ["there are kernels for FP8 caches, and for a 16-bit cache without indices"],
                                "pass NumPy arrays to run on the CPU")
     for name in ("k_cache", "extra_k_cache"):
-        _check_pages(name, arrays[name])
-    if arrays["out"] is not None and arrays["out"].strides[3] != arrays["out"].dtype.itemsize:
-        raise ValueError(f"out: got stride {arrays['out'].strides[3]} bytes along the last axis, expected it contiguous")
-    if arrays["workspace"] is not None:
-        parts, _ = _parts_and_splits(problem, arrays["tile_scheduler_metadata"], arrays["q"].data.device_id)
-        _checks.check_workspace(arrays["workspace"], _workspace_bytes(problem, arrays, parts))
+        _check_pages(name, arrays.get(name))
+    _check_workspace(problem, arrays, arrays["q"].data.device_id)
     return problem, arrays
+
+
+def _check_workspace(p: SparseDecodeProblem, arrays: dict[str, Any], device_id: int | None) -> None:
+    if arrays["workspace"] is not None:
+        parts, _ = _parts_and_splits(p, arrays["tile_scheduler_metadata"], device_id)
+        _checks.check_workspace(arrays["workspace"], _workspace_bytes(p, arrays, parts))
 
 
 def _check_pages(name: str, cache: Any) -> None:
@@ -115,6 +119,7 @@ def _on_device(name: str, x: Any) -> Any:
 # ---- NumPy backend ----
 def _on_host(problem: DecodeProblem, arrays: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     from flashmla_cupy.reference import sparse_decode as reference
+    from flashmla_cupy.reference._numerics import cast
 
     q, k_cache, out, lse = (arrays[name] for name in ("q", "k_cache", "out", "lse"))
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
@@ -127,15 +132,16 @@ def _on_host(problem: DecodeProblem, arrays: dict[str, Any]) -> tuple[np.ndarray
             q, k_cache, arrays["indices"], HEAD_DIM_V, softmax_scale=problem.softmax_scale,
             **{name: arrays[name] for name in _SPARSE if name != "indices"})
     else:
+        _checks.check_pages(arrays["block_table"], arrays["cache_seqlens"], problem)
         exact_out, exact_lse = reference.attend_paged(
             q, k_cache, arrays["block_table"], arrays["cache_seqlens"], HEAD_DIM_V,
             softmax_scale=problem.softmax_scale, causal=problem.causal)
-    out[...], lse[...] = exact_out.astype(q.dtype), exact_lse
+    out[...], lse[...] = cast(exact_out, q.dtype), exact_lse
     return out, lse
 
 
 # ---- GPU ----
-def _on_gpu(p: SparseDecodeProblem, arrays: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
+def _on_gpu(p: DecodeProblem, arrays: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
     """Stages what the kernel cannot read, plans if there are no metadata, and launches; on q's device, the current."""
     q, out, lse = arrays["q"], arrays["out"], arrays["lse"]
     out = cupy.empty(p.out_shape, q.dtype) if out is None else out
@@ -174,24 +180,30 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
     return x if usable else _device.contiguous(x, dtype)
 
 
-def _parts_and_splits(p: SparseDecodeProblem, metadata: Any, device_id: int) -> tuple[int, bool]:
+def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int) -> tuple[int, bool]:
     """The number of SM parts, and whether the plan may split a request; metadata that are given may split any."""
     if metadata is not None:
         return metadata.shape[0], metadata.shape[0] > 1
-    parts = sched_meta.num_sparse_sm_parts(_device.info(device_id).sm_count, p.s_q, p.h_q)
-    return parts, parts > 1 and planned_tokens(p) > KV_BLOCK_TOKENS
+    sm_count = _device.info(device_id).sm_count
+    if isinstance(p, SparseDecodeProblem):
+        parts, most_tokens = sched_meta.num_sparse_sm_parts(sm_count, p.s_q, p.h_q), planned_tokens(p)
+    else:
+        parts, most_tokens = sched_meta.num_sm_parts(sm_count, p.h_kv, p.rows), p.max_seqlen
+    return parts, parts > 1 and most_tokens > KV_BLOCK_TOKENS
 
 
-def _workspace_bytes(p: SparseDecodeProblem, arrays: dict[str, Any], parts: int) -> int:
+def _workspace_bytes(p: DecodeProblem, arrays: dict[str, Any], parts: int) -> int:
     plan = sched_meta.plan_bytes(p.batch, parts) if arrays["tile_scheduler_metadata"] is None else 0
     return _device.partial_bytes(parts, p.s_q * p.h_q)[1] + plan
 
 
-def _launch(p: SparseDecodeProblem, arrays: dict[str, Any], out: Any, lse: Any, stream_ptr: int) -> None:
+def _launch(p: DecodeProblem, arrays: dict[str, Any], out: Any, lse: Any, stream_ptr: int) -> None:
     """Scheduler (without metadata), decode, and combine where something may be split."""
     q, metadata, num_splits = arrays["q"], arrays["tile_scheduler_metadata"], arrays["num_splits"]
     device_id = q.data.device_id
-    kernel = _device.get_kernel(Problem("sparse_decode", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
+    sparse = isinstance(p, SparseDecodeProblem)
+    op = "sparse_decode.indices" if sparse else "sparse_decode.paged"
+    kernel = _device.get_kernel(Problem(op, p.dtype, p.d_qk, HEAD_DIM_V), device_id)
     parts, splits = _parts_and_splits(p, metadata, device_id)
     workspace, needed = arrays["workspace"], _workspace_bytes(p, arrays, parts)
     memory = _device.scratch(needed, stream_ptr) if workspace is None else workspace.data
@@ -200,7 +212,9 @@ def _launch(p: SparseDecodeProblem, arrays: dict[str, Any], out: Any, lse: Any, 
         base = memory.ptr + plan_offset
         metadata_offset, splits_offset, _ = sched_meta.plan_offsets(p.batch, parts)
         metadata_ptr, splits_ptr = base + metadata_offset, base + splits_offset
-        sched_meta.launch_plan(p.batch, parts, 0, metadata_ptr, splits_ptr, base, stream_ptr, planned_tokens(p))
+        lengths_ptr, fixed = (0, planned_tokens(p)) if sparse else (arrays["cache_seqlens"].data.ptr,
+                                                                    -1 if splits else p.max_seqlen)
+        sched_meta.launch_plan(p.batch, parts, lengths_ptr, metadata_ptr, splits_ptr, base, stream_ptr, fixed)
     else:
         metadata_ptr, splits_ptr = metadata.data.ptr, num_splits.data.ptr
 
@@ -210,14 +224,23 @@ def _launch(p: SparseDecodeProblem, arrays: dict[str, Any], out: Any, lse: Any, 
                     attn_sink=0 if sink is None else sink.data.ptr)
     strides = {**_device.element_strides("out", out.strides[:3], out.dtype, "batch token head"),
                **_device.element_strides("lse", lse.strides, lse.dtype, "batch head token")}
+    magic, shift = kernel_params.divisor(p.h_q)
     fields = dict(
         **pointers, **strides, **_device.element_strides("q", q.strides[:3], q.dtype, "batch token head"),
-        q=q.data.ptr, batch=p.batch, s_q=p.s_q, h_q=p.h_q, num_sm_parts=parts,
-        scale_log2=p.softmax_scale * math.log2(math.e),
-        **_keys("main", arrays["k_cache"], arrays["indices"], arrays["topk_length"]),
-        **_keys("extra", arrays["extra_k_cache"], arrays["extra_indices"], arrays["extra_topk_length"]))
-    head_blocks = -(-p.h_q // sched_meta.QUERY_ROWS_PER_BLOCK)
-    kernel.launch((head_blocks, p.s_q, parts), _record("SparseDecodeParams", fields), pdl=True, stream_ptr=stream_ptr)
+        q=q.data.ptr, batch=p.batch, s_q=p.s_q, h_q=p.h_q, num_sm_parts=parts, h_q_magic=magic, h_q_shift=shift,
+        scale_log2=p.softmax_scale * math.log2(math.e))
+    if sparse:
+        fields |= _keys("main", arrays["k_cache"], arrays["indices"], arrays["topk_length"])
+        fields |= _keys("extra", arrays["extra_k_cache"], arrays["extra_indices"], arrays["extra_topk_length"])
+        grid = (-(-p.h_q // sched_meta.QUERY_ROWS_PER_BLOCK), p.s_q, parts)
+    else:
+        table = arrays["block_table"]
+        fields |= _cache("main", arrays["k_cache"])
+        fields |= dict(block_table=0 if table is None else table.data.ptr, cache_seqlens=arrays["cache_seqlens"].data.ptr,
+                       block_table_stride=0 if table is None else table.strides[0] // 4, causal=p.causal,
+                       max_seqlen=p.max_seqlen)
+        grid = (-(-p.rows // sched_meta.QUERY_ROWS_PER_BLOCK), 1, parts)
+    kernel.launch(grid, _record("SparseDecodeParams", fields), pdl=True, stream_ptr=stream_ptr)
     if splits:
         warps = combine.warps_per_row(parts / p.batch)
         fields = dict(**pointers, **strides, num_splits=splits_ptr, batch=p.batch, s_q=p.s_q, heads_per_kv=p.h_q, h_kv=1,
@@ -231,14 +254,18 @@ def _keys(prefix: str, cache: Any, indices: Any, lengths: Any) -> dict[str, int]
     """The fields of a SparseKeys member; all zero where there is no such list."""
     if cache is None:
         return {}
+    fields = dict(
+        indices=indices.data.ptr, topk_length=0 if lengths is None else lengths.data.ptr, topk=indices.shape[-1],
+        indices_stride_batch=indices.strides[0] // 4, indices_stride_token=indices.strides[1] // 4)
+    return _cache(prefix, cache) | {f"{prefix}.{name}": value for name, value in fields.items()}
+
+
+def _cache(prefix: str, cache: Any) -> dict[str, int]:
+    """The fields of a SparseKeys member about the cache."""
     pages, page_size = cache.shape[:2]
     magic, shift = kernel_params.divisor(max(page_size, 1))
-    fields = dict(
-        cache=cache.data.ptr, indices=indices.data.ptr, topk_length=0 if lengths is None else lengths.data.ptr,
-        page_stride=cache.strides[0], indices_stride_batch=indices.strides[0] // 4,
-        indices_stride_token=indices.strides[1] // 4, topk=indices.shape[-1],
-        num_slots=min(pages * page_size, 2**31 - 1), page_size=page_size, page_size_magic=magic, page_size_shift=shift)
-    return {f"{prefix}.{name}": value for name, value in fields.items()}
+    return {f"{prefix}.cache": cache.data.ptr, f"{prefix}.page_stride": cache.strides[0], f"{prefix}.num_pages": pages,
+            f"{prefix}.page_size": page_size, f"{prefix}.page_size_magic": magic, f"{prefix}.page_size_shift": shift}
 
 
 def _record(struct_name: str, fields: dict[str, Any]) -> bytes:

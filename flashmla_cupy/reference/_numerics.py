@@ -46,6 +46,11 @@ def round_to(values: Any, dtype: Any, xp: Any = None) -> Any:
     return xp.where(abs(rounded) > largest, xp.copysign(xp.inf, values), rounded)
 
 
+def cast(values: Any, dtype: Any, xp: Any = None) -> Any:
+    """``values`` (float64) as an array of ``dtype``, rounded once; see ``round_to``."""
+    return round_to(values, dtype, xp).astype(dtype)
+
+
 def unit_roundoff(dtype: Any) -> float:
     """Largest relative error of one rounding to ``dtype``."""
     dtype = np.dtype(dtype)

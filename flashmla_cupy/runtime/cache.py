@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from . import env
 
@@ -27,6 +28,8 @@ class CacheInfo:
     entries: int
     size_bytes: int
     writable: bool
+    unreadable: int = 0  # entries that this user cannot read
+    listable: bool = True  # False: the folder is there, and this user cannot look into it
 
 
 def _path(name: str, key: str) -> Path | None:
@@ -62,8 +65,8 @@ def store(name: str, key: str, header: dict, cubin: bytes) -> bool:
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{name}-", suffix=".tmp", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
+        with _new_file(path.parent, name) as file:
+            temporary = file.name
             file.write(_MAGIC + b" " + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
         os.replace(temporary, path)
         return True
@@ -73,6 +76,11 @@ def store(name: str, key: str, header: dict, cubin: bytes) -> bool:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
         return False
+
+
+def _new_file(folder: Path, name: str) -> BinaryIO:
+    """A file of its own for this writer, with the permissions of the umask, so that a shared folder can be shared."""
+    return open(folder / f".{name}-{secrets.token_hex(8)}.tmp", "xb")
 
 
 @contextlib.contextmanager
@@ -96,21 +104,28 @@ def lock(name: str, key: str) -> Iterator[None]:
 
 
 def _files() -> list[Path]:
+    return [path for path in _listing() if path.suffix == _SUFFIX and not path.name.startswith(".")]
+
+
+def _listing() -> list[Path]:
+    """Every file of the folder, none where it cannot be listed. Folders in it are nobody's entries."""
     directory = env.cache_dir()
-    return sorted(directory.glob(f"*{_SUFFIX}")) if directory and directory.is_dir() else []
+    try:
+        with os.scandir(directory) if directory else contextlib.nullcontext(()) as found:
+            return sorted(Path(entry.path) for entry in found if entry.is_file())
+    except OSError:
+        return []
 
 
 def info() -> CacheInfo:
     directory, files = env.cache_dir(), _files()
-    existing = directory
-    while existing is not None and not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    writable = existing is not None and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    unreadable = sum(not os.access(file, os.R_OK) for file in files)
+    listable = directory is None or not os.path.isdir(directory) or os.access(directory, os.R_OK | os.X_OK)
     size_bytes = 0
     for file in files:
         with contextlib.suppress(OSError):
             size_bytes += file.stat().st_size
-    return CacheInfo(directory, len(files), size_bytes, writable)
+    return CacheInfo(directory, len(files), size_bytes, env.can_write(directory), unreadable, listable)
 
 
 def clear() -> int:
@@ -121,8 +136,7 @@ def clear() -> int:
     files = _files()
     for file in files:
         file.unlink(missing_ok=True)
-    directory = env.cache_dir()
-    for pattern in (".*.lock", ".*.tmp") if files or (directory and directory.is_dir()) else ():
-        for file in directory.glob(pattern):
+    for file in _listing():
+        if file.name.startswith(".") and file.suffix in (".lock", ".tmp"):
             file.unlink(missing_ok=True)
     return len(files)

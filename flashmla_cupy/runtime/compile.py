@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -9,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import CaptureError, FlashMLAError, KernelCompileError
@@ -21,7 +22,7 @@ _ERROR_LINE = re.compile(r"^(?P<file>.+?)\((?P<line>\d+)\): (?:catastrophic )?er
 _PTXAS_ERROR = re.compile(r"^.*(?:ptxas|nvrtc).*(?:error|fatal).*$", re.MULTILINE | re.IGNORECASE)
 # ptxas gave up what the kernel was written for: wgmma serialised (C7510-C7515, C7520), setmaxnreg ignored (C7507-8).
 _LOST_PERFORMANCE = re.compile(r"^.*(?:C7507|C7508|Potential Performance Loss).*$", re.MULTILINE)
-_NEEDED_NVRTC = (12, 9)  # older ones serialise the wgmma of kernels that newer ones do not
+NEEDED_NVRTC = (12, 9)  # older ones serialise the wgmma of kernels that newer ones do not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,10 @@ def _run_nvrtc(spec: KernelSpec, unit: str, flags: tuple[str, ...], result: str 
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             raise KernelCompileError(_first_error(spec, log) or f"{spec.name}: {error}", log) from None
-        return getattr(nvrtc, result)(program), nvrtc.getProgramLog(program)
+        code, log = getattr(nvrtc, result)(program), nvrtc.getProgramLog(program)
+        return code, log
+    except RuntimeError as error:  # NVRTCError, or CuPy about "compute_90", for which there is no cubin
+        raise KernelCompileError(f"{spec.name}: {error}") from None
     finally:
         nvrtc.destroyProgram(program)
 
@@ -124,7 +128,7 @@ def _build(spec: KernelSpec, unit: str, flags: tuple[str, ...]) -> CompiledKerne
     seconds = time.perf_counter() - started
     lost = _LOST_PERFORMANCE.search(log)
     if lost is not None:
-        used, needed = (".".join(map(str, version)) for version in (nvrtc_version(), _NEEDED_NVRTC))
+        used, needed = (".".join(map(str, version)) for version in (nvrtc_version(), NEEDED_NVRTC))
         raise KernelCompileError(f"{spec.name}: {lost[0].strip()} (NVRTC {used}; {needed} or newer is needed)", log)
     return _describe(spec, cubin, log, seconds, from_cache=False)
 
@@ -137,11 +141,24 @@ def _describe(spec: KernelSpec, cubin: bytes, log: str, seconds: float, from_cac
 
 def _dump(compiled: CompiledKernel, unit: str) -> None:
     folder = env.dump_dir()
-    if folder is not None:
+    if folder is None:
+        return
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{compiled.name}.cu").write_text(unit, encoding="utf-8")
         (folder / f"{compiled.name}.cubin").write_bytes(compiled.cubin)
         (folder / f"{compiled.name}.log").write_text(compiled.log, encoding="utf-8")
+    except OSError as error:
+        env.logger().warning("%s: %s not dumped (%s)", env.DUMP_DIR.name, compiled.name, error)
+
+
+@contextlib.contextmanager
+def _readable_source(spec: KernelSpec) -> Iterator[None]:
+    """The one place where a source file that cannot be read becomes a failed compilation."""
+    try:
+        yield
+    except (OSError, UnicodeError) as error:
+        raise KernelCompileError(f"{spec.name}: {error}") from error
 
 
 def compile_cubin(spec: KernelSpec, arch: str | None = None, *, use_cache: bool = True) -> CompiledKernel:
@@ -153,6 +170,11 @@ def compile_cubin(spec: KernelSpec, arch: str | None = None, *, use_cache: bool 
     env.check()
     if arch is not None:
         spec = dataclasses.replace(spec, arch=arch)
+    with _readable_source(spec):
+        return _compile(spec, use_cache)
+
+
+def _compile(spec: KernelSpec, use_cache: bool) -> CompiledKernel:
     flags = options(spec.arch)
     while True:
         unit = source.generate(spec)
@@ -187,7 +209,8 @@ def ptx(spec: KernelSpec) -> str:
     """PTX text of `spec`. Raises KernelCompileError."""
     arch = spec.arch.replace("sm_", "compute_")
     flags = tuple(flag for flag in options(arch) if not flag.startswith("--ptxas-options"))
-    text, _ = _run_nvrtc(spec, source.generate(spec), flags, result="getPTX")
+    with _readable_source(spec):
+        text, _ = _run_nvrtc(spec, source.generate(spec), flags, result="getPTX")
     return text.decode() if isinstance(text, bytes) else text
 
 
@@ -257,7 +280,7 @@ def warmup(
     def build(spec: KernelSpec) -> CompiledKernel | Exception:
         try:
             result: CompiledKernel | Exception = compile_cubin(spec)
-        except (FlashMLAError, OSError, ValueError) as error:
+        except FlashMLAError as error:
             result = error
         if on_done is not None:
             on_done(spec, result)

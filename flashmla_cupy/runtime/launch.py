@@ -67,8 +67,8 @@ class Kernel:
     ) -> None:
         """Enqueue one launch of grid (x, y, z) blocks; x must be a multiple of the cluster.
 
-        `params` is a record of params.new(spec.params), or its bytes; copied, so the caller may reuse it at once. `pdl` lets
-        the launch begin before its predecessor on the stream ends (the kernel must wait with griddepcontrol).
+        `params` is a record of params.new(spec.params), or its bytes; copied, so the caller may reuse it at once. `pdl`
+        lets the launch begin before its predecessor on the stream ends (the kernel must wait with griddepcontrol).
         `stream_ptr` None is CuPy's current stream. Raises FlashMLAError with the driver's error.
         """
         if stream_ptr is None:

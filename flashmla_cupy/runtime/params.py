@@ -25,7 +25,7 @@ def _sparse_keys(prefix: str) -> list[tuple[str, str]]:
     groups = [
         ("ptr", "cache indices topk_length"),
         ("i64", "page_stride indices_stride_batch indices_stride_token"),
-        ("i32", "topk num_slots page_size"),
+        ("i32", "topk num_pages page_size"),
         ("u32", "page_size_magic"),
         ("i32", "page_size_shift reserved"),
     ]
@@ -45,11 +45,12 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
     "SparseDecodeParams": [
         *_sparse_keys("main"),
         *_sparse_keys("extra"),
-        ("ptr", "q out lse o_partial lse_partial metadata attn_sink"),
-        ("i64", f"q_stride_batch q_stride_token q_stride_head {_OUT} {_LSE}"),
-        ("i32", "batch s_q h_q num_sm_parts"),
+        ("ptr", "q out lse o_partial lse_partial metadata attn_sink block_table cache_seqlens"),
+        ("i64", f"q_stride_batch q_stride_token q_stride_head {_OUT} {_LSE} block_table_stride"),
+        ("i32", "batch s_q h_q num_sm_parts causal max_seqlen"),
         ("f32", "scale_log2"),
-        ("i32", "reserved"),
+        ("u32", "h_q_magic"),
+        ("i32", "h_q_shift reserved"),
     ],
     "CombineParams": [
         ("ptr", "o_partial lse_partial out lse metadata num_splits attn_sink"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -23,9 +24,10 @@ def source_root() -> Path:
     override = env.cuda_src()
     candidates = [override] if override else [package / "_cuda_src", package.parent / "cuda_src"]
     for folder in candidates:
-        if (folder / _PARAMS_FILE).is_file():
+        if os.path.isfile(folder / _PARAMS_FILE):
             return folder
-    raise FileNotFoundError(f"cuda_src: no {_PARAMS_FILE} in {' or '.join(map(str, candidates))}")
+    name = env.CUDA_SRC.name if override else "cuda_src"
+    raise FileNotFoundError(f"{name}: no {_PARAMS_FILE} in {' or '.join(map(str, candidates))}")
 
 
 def _read_transitive(spec: KernelSpec) -> dict[str, str]:
@@ -35,19 +37,27 @@ def _read_transitive(spec: KernelSpec) -> dict[str, str]:
     """
     root, texts = source_root(), {}
     pending = [_PARAMS_FILE, spec.kernel_file]
-    if not (root / spec.kernel_file).is_file():
+    if not os.path.isfile(root / spec.kernel_file):
         raise FileNotFoundError(f"{spec.name}: no {spec.kernel_file} in {root}")
     while pending:
         name = pending.pop()
         if name in texts:
             continue
-        texts[name] = (root / name).read_text(encoding="utf-8")
+        texts[name] = _read(root, name)
         for target in _INCLUDE.findall(texts[name]):
             sibling = Path(name).parent / target
-            found = next((p for p in (sibling, Path(target)) if (root / p).is_file()), None)
+            found = next((p for p in (sibling, Path(target)) if os.path.isfile(root / p)), None)
             if found is not None:
                 pending.append(found.as_posix())
     return dict(sorted(texts.items()))
+
+
+def _read(root: Path, name: str) -> str:
+    """Raises OSError, and UnicodeError that names the file."""
+    try:
+        return (root / name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UnicodeError(f"cuda_src/{name}: not UTF-8 text ({error})") from None
 
 
 def _hash(texts: dict[str, str]) -> str:

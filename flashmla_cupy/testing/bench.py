@@ -1,4 +1,4 @@
-"""Timing of dense decode: ours and the peers interleaved in one run, by CUDA events.
+"""Timing of the decode kernels: ours and the peers interleaved in one run, by CUDA events.
 
 Large rows: the L2 is flushed before each call, median of the repetitions. Small rows: the time of one call inside a
 CUDA graph that cycles through caches which together are many times the L2. Metadata and outputs are given to every
@@ -24,8 +24,8 @@ import flashmla_cupy
 from flashmla_cupy.errors import FlashMLAError
 from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 from flashmla_cupy.runtime import env
-from flashmla_cupy.testing import bench_data, trace, work_model
-from flashmla_cupy.testing.bench_cases import BenchCase
+from flashmla_cupy.testing import bench_data, sparse_bench, trace, work_model
+from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, SparseBenchCase
 from flashmla_cupy.testing.bench_data import BenchData
 from flashmla_cupy.testing.peers import Peer, as_torch
 
@@ -38,7 +38,7 @@ _SAME_RESULT = 0.02  # relative to the largest output; beyond it ours and a peer
 class Row:
     """Medians in microseconds of one case; a peer that failed has an entry in `errors` instead."""
 
-    case: BenchCase
+    case: AnyCase
     graph: bool
     us: dict[str, float] = field(default_factory=dict)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)  # fastest, slowest
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def work(self) -> work_model.Work:
-        return work_model.dense_decode(self.case)
+        return work_model.of(self.case)
 
     def ratio(self, peer: str) -> float | None:
         """How many times faster than the peer ours is."""
@@ -70,11 +70,11 @@ class Row:
         }
 
 
-def measure(case: BenchCase, peers: list[Peer], *, graph: bool | None = None, repeats: int = 15) -> Row:
+def measure(case: AnyCase, peers: list[Peer], *, graph: bool | None = None, repeats: int = 15) -> Row:
     """One row. graph None: small rows inside a CUDA graph, the others eager with a flushed L2."""
     in_graph = case.small if graph is None else graph
     row = Row(case, in_graph)
-    data = bench_data.build(case, in_graph)
+    data = _build(case, in_graph)
     try:
         calls = _calls(case, data, peers, row)
         for peer in peers:
@@ -91,8 +91,16 @@ def measure(case: BenchCase, peers: list[Peer], *, graph: bool | None = None, re
     return row
 
 
-def ours(case: BenchCase, data: BenchData) -> Callable[[int], Any]:
+def _build(case: AnyCase, graph: bool) -> Any:
+    return (sparse_bench if isinstance(case, SparseBenchCase) else bench_data).build(case, graph)
+
+
+def ours(case: AnyCase, data: Any) -> Callable[[int], Any]:
     """call(i): one decode on cache i with metadata, outputs and workspace given, returning `out`."""
+    return sparse_bench.ours(case, data) if isinstance(case, SparseBenchCase) else _ours_dense(case, data)
+
+
+def _ours_dense(case: BenchCase, data: BenchData) -> Callable[[int], Any]:
     import cupy as cp
 
     plan = flashmla_cupy.get_mla_metadata(
@@ -125,7 +133,7 @@ def ours(case: BenchCase, data: BenchData) -> Callable[[int], Any]:
     return call
 
 
-def _calls(case: BenchCase, data: BenchData, peers: list[Peer], row: Row) -> dict[str, Callable[[int], Any]]:
+def _calls(case: AnyCase, data: Any, peers: list[Peer], row: Row) -> dict[str, Callable[[int], Any]]:
     calls = {OURS: ours(case, data)}
     calls[OURS](0)
     for peer in peers:
@@ -245,11 +253,11 @@ class HostCost:
     kernels: tuple[str, ...]
 
 
-def host_cost(case: BenchCase, calls: int = 2000) -> HostCost:
+def host_cost(case: AnyCase, calls: int = 2000) -> HostCost:
     """Host time of a call with metadata, out and workspace given; medians over batches that never fill the queue."""
     import cupy as cp
 
-    call = ours(case, bench_data.build(case, False))
+    call = ours(case, _build(case, False))
     call(0)
     cp.cuda.Device().synchronize()
     total = _host_us(call, calls)
@@ -285,7 +293,7 @@ class FirstCall:
     compile_seconds: dict[str, float]
 
 
-def first_calls() -> tuple[FirstCall, FirstCall]:
+def first_calls(op: str = "dense_decode") -> tuple[FirstCall, FirstCall]:
     """(cold, warm): a process with an empty cache, then one that finds the cubins. Raises FlashMLAError on failure."""
     with tempfile.TemporaryDirectory(prefix="flashmla-cache-") as folder:
         # NVRTC 13 keeps a cache of its own, where the driver's lies.
@@ -294,7 +302,7 @@ def first_calls() -> tuple[FirstCall, FirstCall]:
         rows = []
         for _ in range(2):
             done = subprocess.run(
-                [sys.executable, "-m", "flashmla_cupy.testing.first_call"],
+                [sys.executable, "-m", "flashmla_cupy.testing.first_call", op],
                 capture_output=True,
                 text=True,
                 env=environment,

@@ -1,4 +1,4 @@
-"""The dense decode rows that are benchmarked: the shapes in which this project states its figures."""
+"""The rows that are benchmarked: the shapes in which this project states its figures."""
 
 from __future__ import annotations
 
@@ -66,9 +66,62 @@ SMALL = tuple(
 DENSE_DECODE = LARGE + SMALL
 
 
-def select(pattern: str | None) -> tuple[BenchCase, ...]:
-    """Rows whose name contains `pattern` (None: all). Raises ValueError when there is none."""
-    rows = tuple(case for case in DENSE_DECODE if pattern is None or pattern in case.name)
+@dataclass(frozen=True)
+class SparseBenchCase:
+    """bf16 q, FP8 cache; every query token attends to random slots of its own request, s_k tokens long.
+
+    extra_topk: indices into a second cache with as many tokens. small: as in BenchCase.
+    """
+
+    batch: int
+    h_q: int
+    s_q: int
+    topk: int
+    s_k: int
+    small: bool = False
+    extra_topk: int = 0
+    d_qk: int = 576
+    page_size: int = PAGE_SIZE
+
+    d_v: int = 512
+    extra_page_size: int = PAGE_SIZE
+
+    @property
+    def name(self) -> str:
+        """As in the tables: "128,64,2,128+512 d512"; small rows start with "graph"."""
+        topk = f"{self.topk}+{self.extra_topk}" if self.extra_topk else str(self.topk)
+        words = ["graph"] * self.small + [f"{self.batch},{self.h_q},{self.s_q},{topk}"]
+        return " ".join(words + ["d512"] * (self.d_qk == 512))
+
+    @property
+    def keys(self) -> int:
+        """Tokens that all query tokens attend to, each as often as it is named."""
+        return self.batch * self.s_q * (self.topk + self.extra_topk)
+
+
+SPARSE_DECODE = tuple(
+    SparseBenchCase(*row)
+    for row in (
+        (128, 128, 2, 2048, 8192),
+        (128, 128, 1, 2048, 8192),
+        (128, 64, 2, 2048, 8192),
+        (128, 64, 1, 2048, 8192),
+        (128, 128, 2, 32768, 32768),
+        (128, 64, 2, 128, 16384, False, 512, 512, 256),
+        (128, 128, 2, 128, 16384, False, 1024, 512, 256),
+        (1, 128, 1, 2048, 32768, True),
+        (2, 128, 2, 2048, 32768, True),
+        (8, 128, 1, 2048, 32768, True),
+        (16, 128, 1, 2048, 16384, True),
+    )
+)
+AnyCase = BenchCase | SparseBenchCase
+ROWS = {"dense_decode": DENSE_DECODE, "sparse_decode": SPARSE_DECODE}
+
+
+def select(pattern: str | None, op: str = "dense_decode") -> tuple[AnyCase, ...]:
+    """Rows of `op` whose name contains `pattern` (None: all). Raises ValueError when there is none."""
+    rows = tuple(case for case in ROWS[op] if pattern is None or pattern in case.name)
     if not rows:
-        raise ValueError(f"case: got {pattern!r}, expected part of a name such as {DENSE_DECODE[0].name!r}")
+        raise ValueError(f"case: got {pattern!r}, expected part of a name such as {ROWS[op][0].name!r}")
     return rows

@@ -14,9 +14,10 @@ import flashmla_cupy
 from flashmla_cupy.reference import combine as reference_combine
 from flashmla_cupy.reference import dense_decode as reference_decode
 from flashmla_cupy.reference import sched_meta as reference_sched
-from flashmla_cupy.testing import cases, inputs, plain, scenarios
+from flashmla_cupy.testing import cases, inputs, kv_quant_checks, plain, scenarios, sparse_checks, sparse_scenarios
 from flashmla_cupy.testing.cases import HEAD_DIM_V, Case
 from flashmla_cupy.testing.compare import Errors, compare
+from flashmla_cupy.testing.guarded import run_guarded, same_bits
 from flashmla_cupy.testing.inputs import Inputs
 from flashmla_cupy.testing.machine import Machine
 
@@ -32,14 +33,25 @@ class Check:
 
 def collect(ops: tuple[str, ...], suite: str, machine: Machine) -> list[Check]:
     """The checks of `ops` in `suite` that this machine can run."""
-    build = {"dense_decode": _dense_checks, "sched_meta": _sched_meta_checks, "combine": _combine_checks}
+    build = {
+        "dense_decode": _dense_checks,
+        "sched_meta": _sched_meta_checks,
+        "combine": _combine_checks,
+        "sparse_decode": partial(_named_checks, "sparse_decode", (sparse_checks, sparse_scenarios)),
+        "kv_quant": partial(_named_checks, "kv_quant", (kv_quant_checks,)),
+    }
     unknown = sorted(set(ops) - set(build))
     if unknown:
         raise ValueError(f"op: got {unknown[0]!r}, expected one of {', '.join(build)}")
     return [check for op in ops for check in build[op](suite, machine)]
 
 
-OPS = ("sched_meta", "combine", "dense_decode")
+def _named_checks(op: str, modules: tuple[Any, ...], suite: str, machine: Machine) -> list[Check]:
+    rows = [row for module in modules for row in module.collect(suite, machine)]
+    return [Check(op, name, partial(run, machine)) for name, run in rows]
+
+
+OPS = ("sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode")
 
 
 # ---- dense decode
@@ -97,7 +109,7 @@ def dense(case: Case, machine: Machine) -> Errors:
     again = _run_guarded(case, given, machine)
     if isinstance(again, Errors):
         return again
-    if not _same_bits(first, again):
+    if not same_bits(first, again):
         return Errors(message="two calls with the same input differ")
     if machine.gpu:
         exact, rounded = references(case, given, xp)
@@ -111,25 +123,14 @@ def dense(case: Case, machine: Machine) -> Errors:
             other = _run_guarded(variant, inputs.build(variant, xp), machine)
             if isinstance(other, Errors):
                 return other
-            if not _same_bits(first, other):
+            if not same_bits(first, other):
                 what = f"poison={variant.poison} unused_entry={variant.unused_entry} table={variant.table}"
                 return Errors(errors.out, errors.lse, f"bits change with content that must not matter ({what})")
     return errors
 
 
 def _run_guarded(case: Case, given: Inputs, machine: Machine) -> tuple[Any, Any] | Errors:
-    out, lse = call(case, given)
-    machine.wait()
-    for label, guarded, returned in (("out", given.out, out), ("lse", given.lse, lse)):
-        if not guarded.outside_untouched():
-            return Errors(message=f"{label}: elements outside the view were written")
-        if tuple(returned.shape) != tuple(guarded.array.shape):
-            return Errors(message=f"{label}: returned shape {returned.shape}, expected {guarded.array.shape}")
-    return given.out.array.view(np.uint16).copy(), given.lse.array.view(np.uint32).copy()
-
-
-def _same_bits(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    return all(bool((x == y).all()) for x, y in zip(a, b, strict=True))
+    return run_guarded(lambda: call(case, given), given, machine)
 
 
 def _dense_checks(suite: str, machine: Machine) -> list[Check]:

@@ -34,22 +34,33 @@ def versions(machine: Machine) -> dict[str, Any]:
 
 
 def facts(machine: Machine) -> dict[str, Any]:
-    """For people: versions, folders, and each environment variable with its value and meaning."""
+    """For people: versions, folders, and each environment variable: value, meaning, what is wrong with it or None."""
     from flashmla_cupy.runtime import cache, env, source
 
-    store = cache.info()
+    problems, cuda_src, store = env.problems(), None, cache.CacheInfo(None, 0, 0, False)
+    if env.CUDA_SRC.name not in problems:
+        try:
+            cuda_src = str(source.source_root())
+        except FileNotFoundError as error:
+            problems[env.CUDA_SRC.name] = str(error)
+    if env.CACHE_DIR.name not in problems:
+        store = cache.info()
+    if env.DUMP_DIR.name not in problems and env.dump_dir() is not None and not env.can_write(env.dump_dir()):
+        problems[env.DUMP_DIR.name] = f"{env.DUMP_DIR.name}: {env.dump_dir()} cannot be written"
     return {
         "flashmla_cupy": flashmla_cupy.__version__,
         **versions(machine),
         "ml_dtypes": _version("ml_dtypes"),
         "numpy": _version("numpy"),
         "torch": _version("torch"),
-        "cuda_src": str(source.source_root()),
+        "cuda_src": cuda_src,
         "cache": str(store.directory) if store.directory else None,
         "cache_entries": store.entries,
         "cache_writable": store.writable,
         "variables": {
-            variable.name: {"value": env.raw(variable), "meaning": variable.meaning} for variable in env.VARIABLES
+            variable.name: {"value": env.raw(variable), "meaning": variable.meaning,
+                            "problem": problems.get(variable.name)}
+            for variable in env.VARIABLES
         },
     }
 

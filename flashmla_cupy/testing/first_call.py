@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 
-def main() -> None:
+def main(op: str = "dense_decode") -> None:
     import cupy as cp
     import ml_dtypes
 
     started = time.perf_counter()
     q = cp.zeros((1, 1, 128, 576), cp.uint16).view(ml_dtypes.bfloat16)
     cache = cp.zeros((64, 64, 1, 576), cp.uint16).view(ml_dtypes.bfloat16)
+    fp8_cache, indices = cp.zeros((64, 64, 1, 656), cp.uint8), cp.arange(2048, dtype=cp.int32)[None, None]
     table, lengths = cp.arange(64, dtype=cp.int32)[None], cp.asarray([4096], cp.int32)
     cp.cuda.Device().synchronize()
     context_seconds = time.perf_counter() - started
@@ -23,7 +25,10 @@ def main() -> None:
 
     with experimental_kernels(), trace.launches() as names:
         started = time.perf_counter()
-        flash_mla_with_kvcache(q, cache, table, lengths, 512)
+        if op == "sparse_decode":
+            flash_mla_with_kvcache(q, fp8_cache, None, None, 512, is_fp8_kvcache=True, indices=indices)
+        else:
+            flash_mla_with_kvcache(q, cache, table, lengths, 512)
         cp.cuda.Device().synchronize()
     call_seconds = time.perf_counter() - started
 
@@ -34,4 +39,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -69,21 +69,21 @@ def build(case: Case, xp: Any = np) -> Inputs:
     """The arrays of `case`, the same bits for every `xp`."""
     batch, dtype = case.batch, DTYPES[case.dtype]
     rng = np.random.default_rng(case.seed)
-    q_bits = _random_bits(xp, case.dtype, (batch, case.s_q, case.h_q, case.d_qk), 2 * case.seed, case.q_gain)
-    q_guard = _guarded(xp, case.q_layout, q_bits.shape, dtype)
+    q_bits = random_bits(xp, case.dtype, (batch, case.s_q, case.h_q, case.d_qk), 2 * case.seed, case.q_gain)
+    q_guard = guarded(xp, case.q_layout, q_bits.shape, dtype)
     q_guard.select(q_guard.buffer)[...] = q_bits
     if case.page_size == CONTIGUOUS:
         cache, table = _contiguous_cache(case, xp), None
     else:
         cache, table = _paged_cache(case, xp, rng)
-    out = _guarded(xp, case.out_layout, (batch, case.s_q, case.h_q, HEAD_DIM_V), dtype)
-    lse = _guarded_lse(xp, case.out_layout, (batch, case.h_q, case.s_q))
+    out = guarded(xp, case.out_layout, (batch, case.s_q, case.h_q, HEAD_DIM_V), dtype)
+    lse = guarded_lse(xp, case.out_layout, (batch, case.h_q, case.s_q))
     return Inputs(q_guard.array, cache, table, xp.asarray(np.asarray(case.lengths, np.int32).reshape(batch)), out, lse)
 
 
 def random_array(xp: Any, dtype: str, shape: tuple[int, ...], seed: int, deviation: float = 1.0) -> Any:
     """Normal values of a 16-bit type or float32, deterministic in the arguments and the same for every `xp`."""
-    return _random_bits(xp, dtype, shape, seed, deviation).view(DTYPES[dtype])
+    return random_bits(xp, dtype, shape, seed, deviation).view(DTYPES[dtype])
 
 
 @functools.lru_cache(maxsize=16)
@@ -93,7 +93,7 @@ def _base(xp: Any, dtype: str, gain: float, device: int) -> Any:
     return xp.asarray(bits)
 
 
-def _random_bits(xp: Any, dtype: str, shape: tuple[int, ...], seed: int, gain: float = 1.0) -> Any:
+def random_bits(xp: Any, dtype: str, shape: tuple[int, ...], seed: int, gain: float = 1.0) -> Any:
     count = math.prod(shape)
     start = seed * 7919 % _BASE_COUNT
     base = _base(xp, dtype, gain, 0 if xp is np else int(xp.cuda.Device().id))
@@ -110,7 +110,7 @@ def _fill_tokens(xp: Any, view: Any, valid_tokens: np.ndarray, case: Case, seed:
     """Random values in the first valid_tokens[i] tokens of row i of `view` (rows, tokens, h_kv, d_qk) bits."""
     if 0 in view.shape:
         return
-    bits = _random_bits(xp, case.dtype, view.shape, seed)
+    bits = random_bits(xp, case.dtype, view.shape, seed)
     valid = xp.arange(view.shape[1])[None, :] < xp.asarray(valid_tokens)[:, None]
     poison = np.uint16(_POISON_BITS[case.dtype, case.poison])
     view[...] = xp.where(valid[:, :, None, None], bits, poison)
@@ -160,7 +160,7 @@ def _paged_cache(case: Case, xp: Any, rng: np.random.Generator) -> tuple[Any, An
     return view.view(DTYPES[case.dtype]), xp.asarray(stored)[:, :width]
 
 
-def _guarded(xp: Any, layout: str, shape: tuple[int, int, int, int], dtype: np.dtype) -> Guarded:
+def guarded(xp: Any, layout: str, shape: tuple[int, int, int, int], dtype: np.dtype) -> Guarded:
     b, s, h, d = shape
     buffer_shape, select = {
         "dense": (shape, lambda x: x),
@@ -171,7 +171,7 @@ def _guarded(xp: Any, layout: str, shape: tuple[int, int, int, int], dtype: np.d
     return _filled(Guarded(xp.empty(buffer_shape, np.uint16), select, dtype))
 
 
-def _guarded_lse(xp: Any, layout: str, shape: tuple[int, int, int]) -> Guarded:
+def guarded_lse(xp: Any, layout: str, shape: tuple[int, int, int]) -> Guarded:
     b, h, s = shape
     buffer_shape, select = {
         "dense": (shape, lambda x: x),

@@ -46,7 +46,7 @@ def compile_all(
     for spec in specs:
         try:
             rows.append((spec.name, runtime_compile.compile_cubin(spec, arch, use_cache=use_cache)))
-        except (FlashMLAError, FileNotFoundError) as error:
+        except FlashMLAError as error:
             rows.append((spec.name, error))
         on_done(spec.name)
     return rows
@@ -76,15 +76,27 @@ def dump(spec: KernelSpec, folder: Path) -> tuple[list[str], str | None]:
 
 
 def changes(specs: list[KernelSpec], interval: float, rounds: int | None = None) -> Iterator[list[KernelSpec]]:
-    """Looks at the sources every `interval` seconds and yields the kernels that changed: all of them at first."""
+    """Looks at the sources every `interval` seconds and yields the kernels that changed: all of them at first.
+
+    A kernel whose sources cannot be read is yielded once for each reason; compiling it says what is wrong.
+    """
     seen: dict[KernelSpec, str] = {}
     look = 0
     while rounds is None or look < rounds:
         look += 1
         with contextlib.suppress(FileNotFoundError):  # an editor replacing a file
-            digests = {spec: source.digest(spec) for spec in specs}
+            digests = {spec: _digest_or_reason(spec) for spec in specs}
             changed = [spec for spec in specs if seen.get(spec) != digests[spec]]
             seen = digests
             if changed:
                 yield changed
         time.sleep(interval)
+
+
+def _digest_or_reason(spec: KernelSpec) -> str:
+    try:
+        return source.digest(spec)
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeError) as error:
+        return str(error)

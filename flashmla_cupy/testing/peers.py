@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flashmla_cupy.errors import FlashMLAError
-from flashmla_cupy.testing.bench_cases import BenchCase
+from flashmla_cupy.testing.bench_cases import BenchCase, SparseBenchCase
 from flashmla_cupy.testing.bench_data import BenchData
+from flashmla_cupy.testing.sparse_bench import SparseBenchData
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,17 @@ class Peer:
     """prepare(case, data) -> call(i): one decode on cache i, returning a torch output (batch, s_q, h_q, 512)."""
 
     name: str
-    prepare: Callable[[BenchCase, BenchData], Callable[[int], Any]]
+    prepare: Callable[[Any, Any], Callable[[int], Any]]
 
 
-def load(paths: list[str]) -> list[Peer]:
-    """The peers that the given shared libraries register. Raises FlashMLAError for one that is missing or unknown."""
+def load(paths: list[str], op: str = "dense_decode") -> list[Peer]:
+    """The kernels for `op` that the given shared libraries register.
+
+    Raises FlashMLAError for a library that is missing, or that has none.
+    """
     if not paths:
         return []
+    known = _KNOWN[op]
     try:
         import torch
     except ImportError:
@@ -36,15 +41,15 @@ def load(paths: list[str]) -> list[Peer]:
     for path in paths:
         if not Path(path).is_file():
             raise FlashMLAError(f"peer-lib: no file {path}")
-        before = {name for name in _KNOWN if _registered(torch, name)}
+        before = {name for name in known if _registered(torch, name)}
         try:
             torch.ops.load_library(str(Path(path).resolve()))
         except OSError as error:
             raise FlashMLAError(f"peer-lib: {path}: {str(error).splitlines()[0]}") from None
-        added = [name for name in _KNOWN if name not in before and _registered(torch, name)]
+        added = [name for name in known if name not in before and _registered(torch, name)]
         if not added:
-            raise FlashMLAError(f"peer-lib: {path} registers none of {', '.join(_KNOWN)} (or was given twice)")
-        peers += [_KNOWN[name] for name in added]
+            raise FlashMLAError(f"peer-lib: {path} registers none of {', '.join(known)} (or was given twice)")
+        peers += [known[name] for name in added]
     return peers
 
 
@@ -136,7 +141,31 @@ def _flash_attention_3(case: BenchCase, data: BenchData) -> Callable[[int], Any]
     return call
 
 
+def _flash_mla_sparse(case: SparseBenchCase, data: SparseBenchData) -> Callable[[int], Any]:
+    import torch
+
+    def fp8(cache: Any) -> Any:
+        return None if cache is None else as_torch(cache).view(torch.float8_e4m3fn)
+
+    decode = torch.ops._flashmla_C.sparse_decode_fwd
+    q, indices, caches = as_torch(data.q), as_torch(data.indices), [*map(fp8, data.caches)]
+    extra_cache = fp8(data.extra_cache)
+    extra_indices = None if data.extra_indices is None else as_torch(data.extra_indices)
+    plan: list[Any] = [None, None]  # made by the first call, then reused
+
+    def call(i: int) -> Any:
+        out, _, *plan[:] = decode(
+            q, caches[i], indices, None, None, *plan, extra_cache, extra_indices, None, case.d_v, data.scale, None
+        )
+        return out
+
+    return call
+
+
 _KNOWN = {
-    "_flashmla_C.dense_decode_fwd": Peer("FlashMLA", _flash_mla),
-    "_vllm_fa3_C.fwd": Peer("FA3", _flash_attention_3),
+    "dense_decode": {
+        "_flashmla_C.dense_decode_fwd": Peer("FlashMLA", _flash_mla),
+        "_vllm_fa3_C.fwd": Peer("FA3", _flash_attention_3),
+    },
+    "sparse_decode": {"_flashmla_C.sparse_decode_fwd": Peer("FlashMLA", _flash_mla_sparse)},
 }

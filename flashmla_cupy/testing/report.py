@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ _COLORS = (
     "bright_blue",
     "bright_red",
 )
-_SHADES = " ░▒▓█"
+_SHADES, _ASCII_SHADES = " ░▒▓█", " .:*#"
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
@@ -113,11 +115,18 @@ def variants_table(specs: list[Any]) -> Table:
 # ---- bench
 
 
-def bench_table(rows: list[Row], peers: list[str]) -> Table:
-    columns = ["b,h_q,s_q,s_k", "us", "TFLOP/s", "GB/s"]
+BENCH_TITLES = {  # op -> title, what a row's name lists
+    "dense_decode": ("Dense decode, bf16, page 64", "b,h_q,s_q,s_k"),
+    "sparse_decode": ("Sparse decode, FP8 cache", "b,h_q,s_q,topk"),
+}
+
+
+def bench_table(rows: list[Row], peers: list[str], op: str = "dense_decode") -> Table:
+    title, names = BENCH_TITLES[op]
+    columns = [names, "us", "TFLOP/s", "GB/s"]
     for peer in peers:
         columns += [f"{peer} us", "ratio"]
-    table = _table("Dense decode, bf16, page 64 (median)", *columns)
+    table = _table(f"{title} (median)", *columns)
     for row in rows:
         us, work = row.us[OURS], row.work
         cells: list[str | Text] = [row.case.name, f"{us:.1f}", f"{work.tflops(us):.0f}", f"{work.gbps(us):.0f}"]
@@ -141,7 +150,7 @@ def host_line(cost: HostCost) -> str:
     )
 
 
-def roofline(rows: list[Row], path: Path) -> None:
+def roofline(rows: list[Row], path: Path, op: str = "dense_decode") -> None:
     """FLOP per byte against TFLOP/s, under the measured ceilings of an H200."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(9, 5.5))
@@ -171,7 +180,7 @@ def roofline(rows: list[Row], path: Path) -> None:
                     ls="none",
                     label=name + (" (small batches)" if small else ""),
                 )
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title="Dense decode")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=BENCH_TITLES[op][0])
     axes.grid(which="both", alpha=0.2)
     axes.legend(fontsize=8)
     _save(figure, path)
@@ -205,8 +214,10 @@ def schedule_summary(metadata: np.ndarray, num_splits: np.ndarray, lengths: np.n
     )
 
 
-def schedule_text(metadata: np.ndarray, lengths: np.ndarray, width: int, max_rows: int = 32) -> Text:
+def schedule_text(metadata: np.ndarray, lengths: np.ndarray, width: int, max_rows: int = 32,
+                  ascii_only: bool = False) -> Text:
     """Requests (rows) x SM parts (columns): the darker, the more of a part's blocks belong to the request."""
+    shades = _ASCII_SHADES if ascii_only else _SHADES
     parts, requests = len(metadata), len(lengths)
     label = 14
     columns, rows = max(1, min(parts, width - label - 1)), max(1, min(requests, max_rows))
@@ -223,7 +234,7 @@ def schedule_text(metadata: np.ndarray, lengths: np.ndarray, width: int, max_row
         text.append(f"{name:>{label - 1}} ")
         for value in grid[row]:
             shade = 0 if value == 0 else 1 + min(3, int(value / full * 3.999))
-            text.append(_SHADES[shade], style=_COLORS[row % len(_COLORS)])
+            text.append(shades[shade], style=_COLORS[row % len(_COLORS)])
         text.append("\n")
     return text
 
@@ -259,11 +270,28 @@ def schedule_png(metadata: np.ndarray, lengths: np.ndarray, path: Path) -> None:
     _save(figure, path)
 
 
-def _pyplot() -> Any:
+def check_picture(option: str, path: Path) -> None:
+    """Raises FlashMLAError when no picture can be made or it would not be what its name says; imports nothing."""
+    if find_spec("matplotlib") is None:
+        raise FlashMLAError(f"{option}: matplotlib is not installed (pip install matplotlib)")
+    if path.suffix.lower() not in ("", ".png"):
+        raise FlashMLAError(f"{option}: got {str(path)!r}, expected a name that ends in .png")
+
+
+def prepare_output(option: str, path: Path) -> None:
+    """Makes the folder of a file that will be written. Raises FlashMLAError when that will not be possible."""
     try:
-        import matplotlib
-    except ImportError:
-        raise FlashMLAError("plot: matplotlib is not installed (pip install 'flashmla-cupy[plot]')") from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path if path.exists() else path.parent, os.W_OK) and not path.is_dir()
+    except OSError:
+        writable = False
+    if not writable:
+        raise FlashMLAError(f"{option}: got {str(path)!r}, expected a file that can be written")
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -273,7 +301,7 @@ def _pyplot() -> Any:
 def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, format="png")
     except (OSError, ValueError) as error:
         raise FlashMLAError(f"plot: {path} not written: {error}") from None
     finally:

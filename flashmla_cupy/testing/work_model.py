@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmla_cupy.testing.bench_cases import BenchCase
+from flashmla_cupy.kv_format import FORMATS
+from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, SparseBenchCase
 
 # Measured on one H200 (SXM): read bandwidth, and the matrix rate of this mix with operands resident on chip.
 H200_READ_GBPS = 4420.0
@@ -36,3 +37,14 @@ def dense_decode(case: BenchCase) -> Work:
     flop = 2.0 * case.batch * case.h_q * case.s_q * mean * widths
     byte = case.batch * (case.s_q * case.h_q * widths * 2 + mean * case.h_kv * case.d_qk * 2)
     return Work(flop, byte)
+
+
+def sparse_decode(case: SparseBenchCase) -> Work:
+    """byte: Q, O and the row of every token as often as it is named (in layout d512 scales lie outside the rows)."""
+    layout, widths = next(layout for layout in FORMATS.values() if layout.d_qk == case.d_qk), case.d_qk + case.d_v
+    flop = 2.0 * case.h_q * case.keys * widths
+    return Work(flop, case.keys * layout.row_bytes + 2.0 * case.batch * case.s_q * case.h_q * widths)
+
+
+def of(case: AnyCase) -> Work:
+    return sparse_decode(case) if isinstance(case, SparseBenchCase) else dense_decode(case)

@@ -12,6 +12,7 @@ from test_api_errors import META, Host, fails
 from flashmla_cupy import UnsupportedError, flash_mla_with_kvcache, get_mla_metadata, merge_states
 from flashmla_cupy.kv_format import D512, V32
 from flashmla_cupy.reference import kv_quant, sched_meta, sparse_decode
+from flashmla_cupy.reference._numerics import cast
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 BYTES_PER_TOKEN = {576: 656, 512: 584}
@@ -59,7 +60,7 @@ def check(arguments, **changes):
                                  **{name: arguments[name] for name in names if name in arguments})
     q = arguments["q"]
     assert out.dtype == q.dtype and lse.dtype == np.float32 and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    np.testing.assert_array_equal(out, exact[0].astype(q.dtype))
+    np.testing.assert_array_equal(out, cast(exact[0], q.dtype))
     np.testing.assert_array_equal(lse, exact[1].astype(np.float32))
     return out, lse
 
@@ -213,12 +214,30 @@ def test_arrays_of_two_places(gpu, argument):
     fails(lambda: flash_mla_with_kvcache(**arguments), argument, ValueError, "on device 1", gpu.events)
 
 
-@pytest.mark.parametrize("make, given", [
-    (lambda g: sparse(g, fp8=False), "indices without is_fp8_kvcache"), (dense_fp8, "is_fp8_kvcache without indices")])
-def test_what_has_no_gpu_kernel_is_refused_with_a_way_out(gpu, make, given):
-    with pytest.raises(UnsupportedError, match=f"^{given}: not supported .*there is a kernel for .*pass NumPy arrays"):
-        flash_mla_with_kvcache(**make(gpu))
+# ---- launches on a GPU (a fake one) ----
+SPARSE, SCHED, COMBINE = "sparse_decode.sm90.v32.indices", "sched_meta.sm80", "combine.sm80.bf16"
+
+
+def test_what_has_no_gpu_kernel_is_refused_with_a_way_out(gpu):
+    with pytest.raises(UnsupportedError, match="^indices without is_fp8_kvcache: not supported .*pass NumPy arrays"):
+        flash_mla_with_kvcache(**sparse(gpu, fp8=False))
     assert gpu.events == []
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_dense_decode_over_an_fp8_cache(gpu, contiguous):
+    arguments = dense_fp8(gpu, causal=True)
+    if contiguous:
+        arguments |= dict(k_cache=gpu.array((2, 300, 1, 656), np.uint8), block_table=None)
+    flash_mla_with_kvcache(**arguments)
+    plan, decode, merge = gpu.take()
+    assert [plan.name, decode.name, merge.name] == [SCHED, "sparse_decode.sm90.v32.paged", COMBINE]
+    lengths = arguments["cache_seqlens"].data.ptr
+    assert plan.params["fixed_seqlen"] == -1 and plan.params["cache_seqlens"] == lengths
+    p, table = decode.params, arguments["block_table"]
+    assert p["cache_seqlens"] == lengths and p["block_table"] == (0 if contiguous else table.data.ptr) and p["causal"] == 1
+    assert p["max_seqlen"] == (300 if contiguous else table.shape[1] * 64) and p["main.num_pages"] == (2 if contiguous else 40)
+    assert decode.grid == (1, 1, 132) and p["main.topk"] == p["extra.topk"] == 0
 
 
 def test_pages_of_a_gpu_cache_begin_at_multiples_of_16_bytes(gpu):
@@ -228,10 +247,6 @@ def test_pages_of_a_gpu_cache_begin_at_multiples_of_16_bytes(gpu):
     odd = gpu.array((40, 64, 1, 656), np.uint8, strides=(64 * 656 + 8, 656, 656, 1))
     fails(lambda: flash_mla_with_kvcache(**sparse(gpu, k_cache=odd)), "k_cache", ValueError, "multiples of 16",
           gpu.events)
-
-
-# ---- launches on a GPU (a fake one) ----
-SPARSE, SCHED, COMBINE = "sparse_decode.sm90.v32", "sched_meta.sm80", "combine.sm80.bf16"
 
 
 def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
@@ -246,7 +261,7 @@ def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
     assert decode.grid == (-(-h_q // 64), s_q, parts) and decode.pdl
     p = decode.params
     assert (p["main.topk"], p["extra.topk"], p["h_q"], p["s_q"], p["batch"]) == (topk, extra, h_q, s_q, batch)
-    assert p["main.cache"] == arguments["k_cache"].data.ptr and p["main.num_slots"] == 40 * 64
+    assert p["main.cache"] == arguments["k_cache"].data.ptr and p["main.num_pages"] == 40
     assert p["extra.page_size"] == arguments["extra_k_cache"].shape[1]
     assert p["attn_sink"] == merge.params["attn_sink"] == arguments["attn_sink"].data.ptr
     assert p["o_partial"] == merge.params["o_partial"] != 0 and p["out"] == merge.params["out"] == out.data.ptr
@@ -393,7 +408,7 @@ def test_dense_over_an_fp8_cache(layout, causal, page_size):
     table[0, 1:] = table[1] = -1
     got = flash_mla_with_kvcache(x["q"], x["k_cache"], table, lengths, 512, None, None, causal, True)
     exact = sparse_decode.attend_paged(x["q"], x["k_cache"], table, lengths, causal=causal)
-    assert same(got, (exact[0].astype(BF16), exact[1].astype(np.float32)))
+    assert same(got, (cast(exact[0], BF16), exact[1].astype(np.float32)))
     assert (got[0][1] == 0).all() and (got[1][1] == -np.inf).all() and (got[0][2] != 0).any()
     values = kv_quant.dequantize(x["k_cache"], layout, dtype=np.float32).astype(BF16)
     if page_size == 64:
@@ -407,7 +422,7 @@ def test_contiguous_fp8_cache():
     x = random_call(batch=5, pages=5)
     got = flash_mla_with_kvcache(x["q"], x["k_cache"], None, [64, 0, 3, 99, 1], 512, is_fp8_kvcache=True)
     exact = sparse_decode.attend_paged(x["q"], x["k_cache"], None, np.array([64, 0, 3, 64, 1]))
-    assert same(got, (exact[0].astype(BF16), exact[1].astype(np.float32)))
+    assert same(got, (cast(exact[0], BF16), exact[1].astype(np.float32)))
 
 
 def test_a_numpy_false_is_a_dense_call():

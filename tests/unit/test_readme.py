@@ -13,6 +13,7 @@ import pytest
 import flashmla_cupy
 from conftest import REPO
 from flashmla_cupy.ops import _checks
+from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import env
 
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -155,3 +156,9 @@ def test_the_schedule_figure_is_drawn(tmp_path):
     script = REPO / "docs" / "kernels" / "dense_decode_schedule.py"
     runpy.run_path(str(script))["draw"](tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG") and script.with_suffix(".png").is_file()
+
+
+def test_the_compiler_that_is_needed_is_stated_and_installed():
+    needed = ".".join(map(str, runtime_compile.NEEDED_NVRTC))
+    assert f'"nvidia-cuda-nvrtc-cu12>={needed}"' in (REPO / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"NVRTC must be {needed} or newer" in README

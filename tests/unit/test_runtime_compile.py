@@ -102,7 +102,7 @@ def test_without_a_writable_folder_kernels_stay_in_memory(toy_src, fresh_runtime
         folder.mkdir()
         folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
         if os.access(folder, os.W_OK):  # root: only a stand-in for the refused write is left
-            monkeypatch.setattr(cache.tempfile, "mkstemp", _refuse)
+            monkeypatch.setattr(cache, "_new_file", _refuse)
     assert not fresh_runtime.compile_cubin(TOY).from_cache
     assert fresh_runtime.compile_cubin(TOY).from_cache
     fresh_runtime.forget()
@@ -254,3 +254,31 @@ def test_import_touches_nothing_and_fork_works(toy_src, fresh_runtime, tmp_path)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert len(entries(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_entries_follow_the_umask(toy_src, fresh_runtime, tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        fresh_runtime.compile_cubin(TOY)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(entries(tmp_path)[0].stat().st_mode) == mode
+
+
+def test_a_folder_at_the_place_of_an_entry(toy_src, fresh_runtime, tmp_path):
+    fresh_runtime.compile_cubin(TOY)
+    (entry,) = entries(tmp_path)
+    entry.unlink()
+    entry.mkdir()
+    fresh_runtime.forget()
+    assert not fresh_runtime.compile_cubin(TOY).from_cache
+    assert cache.info().entries == 0 and cache.clear() == 0 and entry.is_dir()
+    assert not list((tmp_path / "cache").glob(".*.tmp"))
+
+
+def test_a_dump_that_fails_is_a_warning(toy_src, fresh_runtime, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLASHMLA_DUMP_DIR", str(tmp_path / "file"))
+    assert fresh_runtime.compile_cubin(TOY).cubin
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "FLASHMLA_DUMP_DIR" in caplog.text

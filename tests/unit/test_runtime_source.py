@@ -103,7 +103,7 @@ def test_source_root(monkeypatch, tmp_path):
     monkeypatch.delenv("FLASHMLA_CUDA_SRC", raising=False)
     assert source.source_root() == REPO / "cuda_src"
     monkeypatch.setenv("FLASHMLA_CUDA_SRC", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="cuda_src: no common/params.cuh in"):
+    with pytest.raises(FileNotFoundError, match="FLASHMLA_CUDA_SRC: no common/params.cuh in"):
         source.source_root()
 
 

@@ -162,6 +162,34 @@ def test_sparse_decode(gpu, case, sink):
     assert errors.message is None, errors.message
 
 
+PAGED = {  # layout, lengths, s_q, h_q, page size (0: contiguous), causal
+    "split, tails": (V32, (130, 1, 300), 1, 64, 64, False),
+    "causal, empty rows, two row blocks": (V32, (0, 65, 2), 3, 40, 16, True),
+    "odd pages": (D512, (200, 70), 2, 9, 48, True),
+    "contiguous": (D512, (90, 31), 2, 8, 0, True),
+}
+
+
+@pytest.mark.parametrize("case", PAGED.values(), ids=list(PAGED))
+def test_dense_decode_over_an_fp8_cache(gpu, case):
+    layout, lengths, s_q, h_q, page_size, causal = case
+    rng = np.random.default_rng(5)
+    q = normal(rng, (len(lengths), s_q, h_q, layout.d_qk), BF16)
+    if page_size:
+        values, table = paged_cache(rng, lengths, page_size, 1, layout.d_qk, BF16)
+    else:
+        values, table = normal(rng, (len(lengths), max(lengths), 1, layout.d_qk), BF16), None
+    cache = kv_quant.quantize(values, layout, power_of_two_scales=True)
+    lengths = np.array(lengths, np.int32)
+    out, lse = flash_mla_with_kvcache(
+        gpu.put(q), _device_cache(gpu, cache), None if table is None else gpu.put(table), gpu.put(lengths), 512,
+        causal=causal, is_fp8_kvcache=True)
+    references = [sparse_decode.attend_paged(q, cache, table, lengths, 512, causal=causal, mode=mode)
+                  for mode in ("exact", "rounded")]
+    errors = compare(simulator.host(out), simulator.host(lse), *references)
+    assert errors.message is None, errors.message
+
+
 def _device_cache(gpu, cache):
     """The same pages, each at the distance that the layout keeps."""
     pages, page_size, _, width = cache.shape

@@ -226,3 +226,23 @@ def test_torch_stays_optional():
             "import flashmla_cupy.ops.dense_decode; print(flashmla_cupy.get_mla_metadata([3], 16, 1)[1])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.strip() == "[0 1]", done.stderr
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (2, 0)])
+def test_empty_calls(shape):
+    batch, s_q = shape
+    out, lse = flash_mla_with_kvcache(
+        torch.zeros(batch, s_q, 16, 576, dtype=torch.bfloat16), torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16),
+        torch.zeros(batch, 2, dtype=torch.int32), torch.ones(batch, dtype=torch.int32), 512, None)
+    assert out.shape == (batch, s_q, 16, 512) and lse.shape == (batch, 16, s_q)
+
+
+def test_a_tensor_with_the_negative_bit():
+    sink = torch.complex(torch.zeros(16), torch.linspace(-2, 2, 16)).conj().imag
+    assert sink.is_neg()
+    arguments = (torch.ones(1, 1, 16, 576, dtype=torch.bfloat16), torch.ones(1, 64, 1, 576, dtype=torch.bfloat16), None,
+                 None, 512, None)
+    indices = torch.zeros(1, 1, 64, dtype=torch.int32)
+    out, _ = flash_mla_with_kvcache(*arguments, indices=indices, attn_sink=sink)
+    expected, _ = flash_mla_with_kvcache(*arguments, indices=indices, attn_sink=sink.resolve_neg())
+    assert torch.equal(out, expected)

@@ -1,0 +1,155 @@
+"""What the NumPy backend refuses, and that it rounds once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from fake_gpu import BF16, gpu  # noqa: F401
+from test_api_errors import Host, fails
+
+from flashmla_cupy import (
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+    merge_states,
+    mla_workspace_bytes,
+    quantize_kv_cache,
+)
+from flashmla_cupy.ops import _checks
+from flashmla_cupy.reference._numerics import cast
+from flashmla_cupy.runtime import device
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(device, "gpu_available", lambda: False)
+    monkeypatch.setattr("flashmla_cupy.ops.sched_meta.gpu_available", lambda: False)
+
+
+def test_one_rounding():
+    """1 + 2^-8 + 2^-30 lies above the middle of two bfloat16 numbers, and on it after a rounding to float32."""
+    value = np.array([1 + 2**-8 + 2**-30, np.inf, -np.inf, np.nan, 0.0])
+    np.testing.assert_array_equal(cast(value, BF16).astype(np.float64), [1 + 2**-7, np.inf, -np.inf, np.nan, 0.0])
+
+
+def test_merge_states_rounds_once():
+    outs = np.array([[[1, 1, 1, 1]], [[1 + 2**-7] * 4]], np.float32)
+    shares = np.array([0.5 - 2**-20, 0.5 + 2**-20])
+    lses = np.log(shares).astype(np.float32)[:, None]
+    weights = np.exp(lses.astype(np.float64))
+    exact = (outs.astype(np.float64) * (weights / weights.sum(0))[..., None]).sum(0)
+    assert 1 + 2**-8 < exact.max() < 1 + 2**-8 + 2**-25, "a float32 in between would lie on the middle"
+    out, _ = merge_states(outs.astype(BF16), lses)
+    assert (out.astype(np.float64) == 1 + 2**-7).all()
+
+
+@pytest.mark.parametrize("batch, s_q", [(0, 1), (2, 0), (0, 0)])
+@pytest.mark.parametrize("order", ["C", "zero strides"])
+def test_empty_outputs_may_be_given(batch, s_q, order):
+    arguments = Host().decode(batch=batch, s_q=s_q)
+    out, lse = np.empty((batch, s_q, 16, 512), BF16), np.empty((batch, 16, s_q), np.float32)
+    if order != "C":
+        out = np.lib.stride_tricks.as_strided(out, out.shape, (0, 0, 0, 2))
+        lse = np.lib.stride_tricks.as_strided(lse, lse.shape, (0, 0, 0))
+    got = flash_mla_with_kvcache(**arguments, out=out, lse=lse)
+    assert got[0] is out and got[1] is lse
+
+
+@pytest.mark.parametrize("page", [-1, 40, 2**31 - 1])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_pages_that_the_cache_does_not_have(page, fp8):
+    arguments = Host().decode()
+    arguments["cache_seqlens"][:] = 100, 65
+    if fp8:
+        arguments.update(k_cache=np.zeros((40, 64, 1, 656), np.uint8), is_fp8_kvcache=True)
+    arguments["block_table"][1, 2] = page  # behind the two pages of 65 tokens
+    flash_mla_with_kvcache(**arguments)
+    arguments["block_table"][1, 1] = page
+    fails(lambda: flash_mla_with_kvcache(**arguments), "block_table", ValueError,
+          f"page {page} as entry 1 of request 1 (65 tokens), expected pages from 0 to 39")
+    arguments["cache_seqlens"][1] = 64
+    flash_mla_with_kvcache(**arguments)
+
+
+@pytest.mark.parametrize("value", [10**400, 1e39, 2.5e38, 1e-46, 1e-300])
+def test_scales_that_float32_cannot_hold(value):
+    fails(lambda: flash_mla_with_kvcache(**Host().decode(softmax_scale=value)), "softmax_scale", ValueError, "expected")
+
+
+@pytest.mark.parametrize("value", [1e38, 1e-45])
+def test_scales_at_the_end_of_float32(value):
+    assert _checks.check_scale("softmax_scale", value, 576) == value
+    assert 0 < np.float32(value * math.log2(math.e)) < np.inf
+
+
+@pytest.mark.parametrize("make, error, text", [
+    (lambda n: np.zeros(n - 16, np.uint8), ValueError, "bytes, expected at least"),
+    (lambda n: np.zeros(n, np.int32), TypeError, "dtype int32"),
+    (lambda n: np.zeros((n // 4, 4), np.uint8), ValueError, "expected 1 axes"),
+    (lambda n: np.zeros(2 * n, np.uint8)[::2], ValueError, "contiguous"),
+    (lambda n: np.zeros(n + 16, np.uint8)[8:], ValueError, "address"),
+    (lambda n: _read_only(np.zeros(n, np.uint8)), ValueError, "read-only"),
+])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_workspace_as_on_a_gpu(make, error, text, sparse):
+    arguments = Host().decode(workspace=make(mla_workspace_bytes(2, 1, 16)))
+    if sparse:
+        arguments.update(indices=np.zeros((2, 1, 65), np.int32))
+    fails(lambda: flash_mla_with_kvcache(**arguments), "workspace", error, text)
+
+
+def _read_only(x):
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_out_with_a_strided_last_axis(sparse):
+    arguments = Host().decode(out=np.zeros((2, 1, 16, 1024), BF16)[..., ::2])
+    if sparse:
+        arguments.update(indices=np.zeros((2, 1, 64), np.int32))
+    fails(lambda: flash_mla_with_kvcache(**arguments), "out", ValueError, "along the last axis")
+
+
+def test_workspace_bytes_of_heads_that_do_not_divide():
+    fails(lambda: mla_workspace_bytes(1, 1, 16, 3), "h_q", ValueError, "16")
+
+
+@pytest.mark.parametrize("argument", ["q", "k_cache", "block_table", "cache_seqlens", "out"])
+def test_masked_arrays(argument):
+    arguments = Host().decode(out=np.zeros((2, 1, 16, 512), BF16))
+    arguments[argument] = np.ma.masked_array(arguments[argument])
+    fails(lambda: flash_mla_with_kvcache(**arguments), argument, TypeError, "masked")
+
+
+def test_masked_arrays_elsewhere():
+    lengths = np.ma.masked_array(np.ones(3, np.int32))
+    fails(lambda: get_mla_metadata(lengths, 1, 1), "cache_seqlens", TypeError, "masked")
+    outs = np.ma.masked_array(np.ones((2, 3, 4), np.float32))
+    fails(lambda: merge_states(outs, outs[..., 0].data), "outs", TypeError, "masked")
+    kv = np.ma.masked_array(np.ones((3, 576), np.float32))
+    fails(lambda: quantize_kv_cache(kv, page_size=64), "kv", TypeError, "masked")
+
+
+@pytest.mark.parametrize("by", ["array", "list"])
+def test_merge_states_refuses_an_infinite_lse(by):
+    outs, lses = np.ones((2, 3, 4), np.float32), np.zeros((2, 3), np.float32)
+    lses[1, 2] = np.inf
+    arguments = (outs, lses) if by == "array" else (list(outs), list(lses))
+    fails(lambda: merge_states(*arguments), "lses", ValueError, "+inf")
+    lses[1, 2] = -np.inf
+    out, lse = merge_states(outs, lses)
+    assert (out == 1).all() and np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("bit", ["neg", "conj"])
+def test_device_tensors_with_a_pending_sign(gpu, bit):  # noqa: F811
+    class Tensor:
+        shape, dtype = (2, 1, 16, 576), BF16
+
+        def __dlpack_device__(self):
+            return 2, 0
+
+    setattr(Tensor, f"is_{bit}", lambda self: True)
+    fails(lambda: flash_mla_with_kvcache(**dict(gpu.decode(), q=Tensor())), "q", TypeError, f"resolve_{bit}()")
