@@ -31,8 +31,9 @@ def flash_mla_with_kvcache(
             of 16 bytes, the last axis is contiguous.
         block_table: (batch, width) integers, the page of each page_size tokens of a request; None: contiguous cache.
             Not looked at with indices. A page within a request's length that the cache does not have: ValueError for
-            NumPy arrays. On a GPU nothing looks at the values beforehand: such a page reads as zeros (the copy engine
-            fills what is out of bounds), and no memory outside the cache is touched.
+            NumPy arrays. On a GPU nothing looks at the values beforehand, and no memory outside the cache is touched:
+            in a 16-bit cache such a page reads as zeros (the copy engine, TMA, fills what is out of bounds), in an FP8
+            cache its tokens are no keys.
         cache_seqlens: (batch,) integers, tokens of each request; lengths beyond the cache are clipped. Not looked at
             with indices.
         head_dim_v: 512.

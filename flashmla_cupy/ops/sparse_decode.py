@@ -65,8 +65,7 @@ def prepare(arguments: dict[str, Any]) -> tuple[DecodeProblem, dict[str, Any]]:
     if backends.backend_of("q", arguments["q"]) == "numpy":
         arrays = backends.host_arguments(arrays, _INTEGERS, _OUTPUTS, _REQUIRED)
         problem = _problem(arrays, scalars)
-        if sparse:
-            _check_workspace(problem, arrays, None)
+        _check_workspace(problem, arrays, None)
         return problem, arrays
 
     arrays = {name: _on_device(name, x) for name, x in arrays.items()}
@@ -180,11 +179,11 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
     return x if usable else _device.contiguous(x, dtype)
 
 
-def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int) -> tuple[int, bool]:
+def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) -> tuple[int, bool]:
     """The number of SM parts, and whether the plan may split a request; metadata that are given may split any."""
     if metadata is not None:
         return metadata.shape[0], metadata.shape[0] > 1
-    sm_count = _device.info(device_id).sm_count
+    sm_count = sched_meta.sm_count(device_id)
     if isinstance(p, SparseDecodeProblem):
         parts, most_tokens = sched_meta.num_sparse_sm_parts(sm_count, p.s_q, p.h_q), planned_tokens(p)
     else:
@@ -236,15 +235,15 @@ def _launch(p: DecodeProblem, arrays: dict[str, Any], out: Any, lse: Any, stream
     else:
         table = arrays["block_table"]
         fields |= _cache("main", arrays["k_cache"])
-        fields |= dict(block_table=0 if table is None else table.data.ptr, cache_seqlens=arrays["cache_seqlens"].data.ptr,
-                       block_table_stride=0 if table is None else table.strides[0] // 4, causal=p.causal,
-                       max_seqlen=p.max_seqlen)
+        fields |= dict(block_table=0 if table is None else table.data.ptr,
+                       block_table_stride=0 if table is None else table.strides[0] // 4,
+                       cache_seqlens=arrays["cache_seqlens"].data.ptr, causal=p.causal, max_seqlen=p.max_seqlen)
         grid = (-(-p.rows // sched_meta.QUERY_ROWS_PER_BLOCK), 1, parts)
     kernel.launch(grid, _record("SparseDecodeParams", fields), pdl=True, stream_ptr=stream_ptr)
     if splits:
         warps = combine.warps_per_row(parts / p.batch)
-        fields = dict(**pointers, **strides, num_splits=splits_ptr, batch=p.batch, s_q=p.s_q, heads_per_kv=p.h_q, h_kv=1,
-                      num_sm_parts=parts, d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
+        fields = dict(**pointers, **strides, num_splits=splits_ptr, batch=p.batch, s_q=p.s_q, heads_per_kv=p.h_q,
+                      h_kv=1, num_sm_parts=parts, d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
         merge = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
         merge.launch(combine.grid(p.s_q * p.h_q, min(parts - 1, p.batch), 1, warps), _record("CombineParams", fields),
                      pdl=True, stream_ptr=stream_ptr)

@@ -1,6 +1,6 @@
 """Runs the kernels' own text on the CPU: cuda_src compiled with g++ over tests/sim/gpu.hpp, one thread a CUDA thread.
 
-`simulated_gpu` puts it behind the public API: real cupy.ndarray objects over host memory, plans and launches as on a GPU.
+`simulated_gpu` puts it behind the public API: cupy.ndarray objects over host memory, plans and launches as on a GPU.
 """
 
 from __future__ import annotations

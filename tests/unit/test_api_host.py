@@ -91,11 +91,13 @@ def test_scales_at_the_end_of_float32(value):
     (lambda n: np.zeros(n + 16, np.uint8)[8:], ValueError, "address"),
     (lambda n: _read_only(np.zeros(n, np.uint8)), ValueError, "read-only"),
 ])
-@pytest.mark.parametrize("sparse", [False, True])
-def test_workspace_as_on_a_gpu(make, error, text, sparse):
+@pytest.mark.parametrize("kind", ["dense", "sparse", "dense FP8"])
+def test_workspace_as_on_a_gpu(make, error, text, kind):
     arguments = Host().decode(workspace=make(mla_workspace_bytes(2, 1, 16)))
-    if sparse:
+    if kind == "sparse":
         arguments.update(indices=np.zeros((2, 1, 65), np.int32))
+    elif kind == "dense FP8":
+        arguments.update(k_cache=np.zeros((40, 64, 1, 656), np.uint8), is_fp8_kvcache=True)
     fails(lambda: flash_mla_with_kvcache(**arguments), "workspace", error, text)
 
 

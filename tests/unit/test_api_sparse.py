@@ -235,8 +235,10 @@ def test_dense_decode_over_an_fp8_cache(gpu, contiguous):
     lengths = arguments["cache_seqlens"].data.ptr
     assert plan.params["fixed_seqlen"] == -1 and plan.params["cache_seqlens"] == lengths
     p, table = decode.params, arguments["block_table"]
-    assert p["cache_seqlens"] == lengths and p["block_table"] == (0 if contiguous else table.data.ptr) and p["causal"] == 1
-    assert p["max_seqlen"] == (300 if contiguous else table.shape[1] * 64) and p["main.num_pages"] == (2 if contiguous else 40)
+    assert p["cache_seqlens"] == lengths and p["causal"] == 1
+    assert p["block_table"] == (0 if contiguous else table.data.ptr)
+    assert p["max_seqlen"] == (300 if contiguous else table.shape[1] * 64)
+    assert p["main.num_pages"] == (2 if contiguous else 40)
     assert decode.grid == (1, 1, 132) and p["main.topk"] == p["extra.topk"] == 0
 
 

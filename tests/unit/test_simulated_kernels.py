@@ -147,7 +147,8 @@ def test_sparse_decode(gpu, case, sink):
     for prefix, width, page_size in (("", topk, 64), ("extra_", extra, 48)):
         if width:
             # bf16 values: their product with a power-of-two scale is exact, so lse has only the kernel's own error
-            cache = kv_quant.quantize(normal(rng, (4, page_size, 1, layout.d_qk), BF16), layout, power_of_two_scales=True)
+            values = normal(rng, (4, page_size, 1, layout.d_qk), BF16)
+            cache = kv_quant.quantize(values, layout, power_of_two_scales=True)
             indices = rng.integers(-3, 4 * page_size + 3, (batch, s_q, width)).astype(np.int32)
             indices.reshape(-1)[::9] = 2**31 - 1
             lists |= {f"{prefix}k_cache": cache, f"{prefix}indices": indices,
@@ -205,7 +206,8 @@ def test_merge_states(gpu, count):
     outs, lses = normal(rng, (count, 3, 2, 5, 64), np.float32), normal(rng, (count, 3, 5, 2), np.float32)
     lses[0, 0] = -np.inf
     out, lse = (simulator.host(x) for x in merge_states(gpu.put(outs), gpu.put(lses)))
-    exact_out, exact_lse = reference_combine.merge(outs.astype(np.float64), lses.astype(np.float64).swapaxes(2, 3), xp=np)
+    by_row = lses.astype(np.float64).swapaxes(2, 3)
+    exact_out, exact_lse = reference_combine.merge(outs.astype(np.float64), by_row, xp=np)
     assert np.allclose(out, exact_out, atol=1e-5) and np.allclose(lse, exact_lse.swapaxes(1, 2), atol=1e-5)
 
 
