@@ -13,6 +13,7 @@ import pytest
 import flashmla_cupy
 from conftest import REPO
 from flashmla_cupy.ops import _checks
+from flashmla_cupy.ops._select import experimental_kernels
 from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import env
 
@@ -29,6 +30,7 @@ MARKS = {  # the first that a block contains names it
     "torch": "import torch",
     "graph": "begin_capture",
     "merge": "import merge_states",
+    "sparse": "import quantize_kv_cache",
     "cupy": "import cupy",
     "numpy": "import numpy",
 }
@@ -55,6 +57,8 @@ def test_examples_on_numpy():
         names["q"], names["k_cache"], names["block_table"], names["cache_seqlens"], 512)  # fmt: skip
     np.testing.assert_allclose(names["merged"].astype(np.float32), whole.astype(np.float32), atol=0.03)
     np.testing.assert_allclose(names["merged_lse"], whole_lse, rtol=1e-5)
+    run(PYTHON["sparse"], names)
+    assert names["fp8_cache"].shape == (64, 64, 1, 656) and np.isfinite(names["sparse_lse"]).any()
     compile(PYTHON["graph"], "README.md", "exec")
     run(PYTHON["numpy"], {})
 
@@ -67,9 +71,10 @@ def test_torch_example_on_the_cpu():
 
 @pytest.mark.gpu
 def test_examples_on_the_gpu():
-    names = run(PYTHON["cupy"], {})
-    for name in ("merge", "graph"):
-        run(PYTHON[name], names)
+    with experimental_kernels():
+        names = run(PYTHON["cupy"], {})
+        for name in ("merge", "graph", "sparse"):
+            run(PYTHON[name], names)
     host = {name: names[name].get() for name in ("q", "k_cache", "block_table", "cache_seqlens")}
     out, lse = flashmla_cupy.flash_mla_with_kvcache(*host.values(), 512, causal=True)
     np.testing.assert_allclose(names["out"].get().astype(np.float32), out.astype(np.float32), atol=0.03)
@@ -79,7 +84,8 @@ def test_examples_on_the_gpu():
 @pytest.mark.gpu
 def test_torch_example_on_the_gpu():
     pytest.importorskip("torch")
-    assert run(PYTHON["torch"], {})["out"].isfinite().all()
+    with experimental_kernels():
+        assert run(PYTHON["torch"], {})["out"].isfinite().all()
 
 
 # ---- commands
@@ -97,8 +103,8 @@ def parse(arguments: list[str]) -> tuple[str, ...]:
     while isinstance(command, click.Group):
         name, *arguments = arguments
         command, path = command.commands[name], (*path, name)
-    command.make_context(path[-1], arguments)
-    return path
+    with command.make_context(path[-1], arguments):
+        return path
 
 
 def leaves(group: click.Group, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
