@@ -9,10 +9,7 @@ import pytest
 
 from flashmla_cupy.runtime import compile as rt_compile
 from flashmla_cupy.runtime import device
-from flashmla_cupy.runtime.spec import KernelSpec
-
-REPO = Path(__file__).resolve().parents[1]
-TOY = KernelSpec(op="toy", path="sm90", config=("float", "128"), tag=("f32", "n128"), params="CombineParams")
+from tests.common import REPO
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

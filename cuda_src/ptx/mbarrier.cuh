@@ -1,5 +1,5 @@
-// mbarrier: arrival counts and transaction bytes in shared memory. CTA scope only (the default semantics): waits and
-// arrivals at cluster scope cost most of the copy bandwidth on Hopper.
+// mbarrier: arrival counts and transaction bytes in shared memory. Default (CTA) semantics: waits and arrivals at cluster
+// scope cost most of the copy bandwidth on Hopper.
 #pragma once
 #include "common/types.cuh"
 
@@ -15,6 +15,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+
+// At a barrier of any CTA of the cluster (see mapa).
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t cluster_bar) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_bar) : "memory");
 }
 
 // One attempt; true once the phase with this parity has completed.

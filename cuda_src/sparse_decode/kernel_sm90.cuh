@@ -2,19 +2,23 @@
 // Paged (dense): to the tokens of its request, by a block table. In blocks of 64; out = softmax(scale Q K^T) V, where V is
 // the first 512 dims of the dequantised K.
 //
-// Method: FlashMLA's FP8 sparse decode without the crossover (each CTA dequantises every token it needs), on the pipeline
-// of dense_decode: one warpgroup turns gathered e4m3 rows into the bf16 tiles that the copy engine brings there.
+// Method: FlashMLA's FP8 sparse decode on the pipeline of dense_decode: one warpgroup turns gathered e4m3 rows into the
+// bf16 tiles that the copy engine brings there. Crossover: two CTAs of a cluster with different heads of one query token
+// each dequantise half of a block and send it to the other; without it, each CTA dequantises every token it needs.
 //
 // grid    sparse: (ceil(h_q / 64), s_q, num_sm_parts); paged: (ceil(s_q h_q / 64), 1, num_sm_parts)
-// block   512 threads, one CTA an SM, no cluster
-// roles   warpgroup 0  dequantise: gathers 16 tokens a warp, e4m3 x scale to bf16, swizzled tiles, validity bits
+// block   512 threads, one CTA an SM; cluster of 2 along x with the crossover, else none
+// roles   warpgroup 0  dequantise: gathers 16 (crossover: 8) tokens a warp, e4m3 x scale to bf16, swizzled tiles here and
+//                      (crossover) in the other CTA, validity bits
 //         warpgroup 1  scores: S = Q K^T, masking, softmax, P to shared memory, row sums, log-sum-exp, sink
 //         warpgroup 2  output half 0: O[:, 0:256] += P V      warpgroup 3  output half 1: O[:, 256:512] += P V
 // order   as in dense_decode: half 1 is told of P (n) when Q K^T (n + 1) is nearly done
 //
 // barrier     arrivals    armed by      waited on by
-// k_full[s]   4 (warps)   dequantise    scores, both halves   the tiles and validity bits of a block are in stage s
-// k_empty[s]  8 (warps)   both halves   dequantise            P V of the block in stage s is done
+// k_full[s]   4 (warps)   dequantise    scores, both halves   the tiles and validity bits of a block are in stage s;
+//             + the other CTA's half (32 tokens x d_qk x 2 bytes) with the crossover
+// k_empty[s]  8 (warps)   both halves   dequantise            P V of the block in stage s is done; 16 with the crossover:
+//             the other CTA's halves too, for its stage is written from here
 // p_full[h]   4 (warps)   scores        half h                p, rescale, inv_sum may be read
 // p_empty     8 (warps)   both halves   scores                p, rescale, inv_sum have been read
 #pragma once
@@ -26,12 +30,14 @@
 #include "common/math.cuh"
 #include "common/params.cuh"
 #include "ptx/bar.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/cvt_fp8.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_st.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/st_async.cuh"
 #include "ptx/wgmma.cuh"
 #include "sparse_decode/config.cuh"
 #include "tile/fragment.cuh"
@@ -102,12 +108,10 @@ struct TokenAddress {
   const uint8_t* scales;
 };
 
-// Lane l gives token l % 16 of this warp's 16 tokens of the block.
 template <class Config>
 __device__ __forceinline__ TokenAddress locate(const SparseDecodeParams& params, int req, const Fragment& fragment,
-                                               int block) {
+                                               int block, int in_block) {
   using Format = typename Config::Format;
-  const int in_block = tile::warp_in_group() * 16 + tile::lane_id() % 16;
   int page, slot;
   const SparseKeys* keys = &params.main;
   if constexpr (Config::kPaged) {
@@ -180,9 +184,10 @@ __device__ __forceinline__ uint2 dequantise4(uint32_t codes, float scale) {
                     ptx::cvt_rn_bf16x2(ptx::cvt_f32_f16((uint16_t)hi) * scale, ptx::cvt_f32_f16((uint16_t)(hi >> 16)) * scale));
 }
 
-// A token's row of the tiles of one stage. A token that does not exist becomes zeros, for 0 x anything must stay 0.
-template <class Format>
-__device__ __forceinline__ void store_token(const RawToken<Format>& raw, uint32_t tiles, int token) {
+// A token's row of the tiles of one stage: put(address, 16 bytes). A token that does not exist becomes zeros, for
+// 0 x anything must stay 0.
+template <class Format, class Put>
+__device__ __forceinline__ void store_token(const RawToken<Format>& raw, uint32_t tiles, int token, Put put) {
   const int j = tile::lane_id() % 8;
 #pragma unroll
   for (int g = 0; g < RawToken<Format>::kGroups; g++) {
@@ -195,10 +200,10 @@ __device__ __forceinline__ void store_token(const RawToken<Format>& raw, uint32_
     // second chunk, so that the eight lanes meet eight different groups of banks.
     const uint32_t tile_addr = tiles + tile::kTileBytes * (chunk / 4);
     const int even = chunk % 4 * 2, swap = j / 4;
-    ptx::st_shared_v4(tile_addr + tile::swizzle_128b(token, even + swap), swap ? second : first);
-    ptx::st_shared_v4(tile_addr + tile::swizzle_128b(token, even + 1 - swap), swap ? first : second);
+    put(tile_addr + tile::swizzle_128b(token, even + swap), swap ? second : first);
+    put(tile_addr + tile::swizzle_128b(token, even + 1 - swap), swap ? first : second);
   }
-  ptx::st_shared_v4(tiles + tile::kTileBytes * (Format::kNope / 64) + tile::swizzle_128b(token, j), raw.rope);
+  put(tiles + tile::kTileBytes * (Format::kNope / 64) + tile::swizzle_128b(token, j), raw.rope);
 }
 
 // The blocks of this CTA in order; each is gathered while the one before waits for its stage.
@@ -206,13 +211,19 @@ template <class Config>
 __device__ __forceinline__ void dequantise(const SparseDecodeParams& params, const PartPlan& plan,
                                            typename Config::Storage& smem) {
   using Format = typename Config::Format;
-  tile::RingPosition<Config::kStages> ring;
+  constexpr int kTokens = Config::kTokensOfACta, kTokensOfAWarp = kTokens / 4, kRounds = kTokensOfAWarp / 4;
   const int lane = tile::lane_id(), warp = tile::warp_in_group();
+  const uint32_t rank = Config::kCrossover ? ptx::cluster_ctarank() : 0;
+  const int first_token = kTokens * rank + kTokensOfAWarp * warp;
+  tile::RingPosition<Config::kStages> ring;
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     const Fragment fragment = load_fragment<Config>(params, plan, req);
     for (int block = fragment.begin_block; block < fragment.end_block; block++) {
-      const TokenAddress mine = locate<Config>(params, req, fragment, block);
-      const uint32_t valid = __ballot_sync(kFullWarp, mine.row != nullptr) & 0xffff;
+      const TokenAddress mine = locate<Config>(params, req, fragment, block, first_token + lane % kTokensOfAWarp);
+      bool exists = mine.row != nullptr;  // lane l: token 16 warp + l % 16
+      if constexpr (Config::kCrossover)
+        exists = locate<Config>(params, req, fragment, block, 16 * warp + lane % 16).row != nullptr;
+      const uint32_t valid = __ballot_sync(kFullWarp, exists) & 0xffff;
       RawToken<Format> raw[2];
       const auto load = [&](int i) {  // four tokens at a time, one for each group of eight lanes
         const int source = 4 * i + lane / 8;
@@ -221,16 +232,35 @@ __device__ __forceinline__ void dequantise(const SparseDecodeParams& params, con
       load(0);
       tile::wait(smem_addr(&smem.k_empty[ring.stage]), ring.phase ^ 1);
       if (lane == 0) smem.valid[ring.stage][warp] = valid;
+      const uint32_t full = smem_addr(&smem.k_full[ring.stage]);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        if (i < 3) load(i + 1);
-        store_token<Format>(raw[i % 2], smem_addr(smem.k[ring.stage]), 16 * warp + 4 * i + lane / 8);
+      for (int i = 0; i < kRounds; i++) {
+        if (i + 1 < kRounds) load(i + 1);
+        store_token<Format>(raw[i % 2], smem_addr(smem.k[ring.stage]), first_token + 4 * i + lane / 8,
+                            [&](uint32_t addr, uint4 v) {
+                              ptx::st_shared_v4(addr, v);
+                              if constexpr (Config::kCrossover)
+                                ptx::st_async_v4(ptx::mapa(addr, rank ^ 1), v, ptx::mapa(full, rank ^ 1));
+                            });
       }
       ptx::fence_proxy_async();
-      arrive_once_per_warp(smem_addr(&smem.k_full[ring.stage]));
+      if (Config::kCrossover && warp == 0) {
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, (Config::kBlock - kTokens) * Format::kQk * 2);
+      } else {
+        arrive_once_per_warp(full);
+      }
       ring.advance();
     }
   }
+}
+
+// Waits for a block; what the other CTA sent must also be made visible to wgmma.
+template <class Config>
+__device__ __forceinline__ void wait_for_block(typename Config::Storage& smem,
+                                               const tile::RingPosition<Config::kStages>& ring) {
+  tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
+  if constexpr (Config::kCrossover) ptx::fence_proxy_async();
 }
 
 // ---- scores -----------------------------------------------------------------------------------------------------
@@ -327,7 +357,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
     bool pending = false;  // P of the block before is not announced to output half 1 yet
     for (int block = fragment.begin_block; block < fragment.end_block; block++) {
       const bool last = block + 1 == fragment.end_block;
-      tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
+      wait_for_block<Config>(smem, ring);
       issue_scores<Config>(s, smem, ring.stage);
       ptx::wgmma_wait_group<1>();
       if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
@@ -398,7 +428,7 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
     }
     const bool empty = block == end_block;
     for (bool first = true; block < end_block; block++, first = false) {
-      tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
+      wait_for_block<Config>(smem, ring);
       tile::wait(smem_addr(&smem.p_full[half]), parity);
       parity ^= 1;
       attention::start_block<bf16_t>(o, smem_addr(smem.p), smem.rescale, smem_addr(smem.k[ring.stage][4 * half]), first,
@@ -408,6 +438,8 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
                                      });
       ptx::wgmma_wait_group<0>();
       arrive_once_per_warp(smem_addr(&smem.k_empty[ring.stage]));
+      if (Config::kCrossover && tile::lane_id() == 0)
+        ptx::mbarrier_arrive_cluster(ptx::mapa(smem_addr(&smem.k_empty[ring.stage]), ptx::cluster_ctarank() ^ 1));
       ring.advance();
     }
     float inv_sum0 = 0.0f, inv_sum1 = 0.0f;
@@ -428,11 +460,16 @@ template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   for (int stage = 0; stage < Config::kStages; stage++) {
     ptx::mbarrier_init(smem_addr(&smem.k_full[stage]), 4);
-    ptx::mbarrier_init(smem_addr(&smem.k_empty[stage]), 8);
+    ptx::mbarrier_init(smem_addr(&smem.k_empty[stage]), 8 * Config::kClusterX);
   }
   for (int half = 0; half < 2; half++) ptx::mbarrier_init(smem_addr(&smem.p_full[half]), 4);
   ptx::mbarrier_init(smem_addr(&smem.p_empty), 8);
   ptx::fence_mbarrier_init();
+}
+
+__device__ __forceinline__ void sync_cluster() {
+  ptx::barrier_cluster_arrive();
+  ptx::barrier_cluster_wait();
 }
 
 template <class Config>
@@ -450,6 +487,7 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
     smem.plan.last_token = min(query_row<Config>(params, Config::kRows - 1).token, params.s_q - 1);
   }
   __syncthreads();
+  if constexpr (Config::kCrossover) sync_cluster();  // the other CTA's barriers are there
   const PartPlan& plan = smem.plan;  // read where needed: registers are scarce in every role
   const int group = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   if (group == 0) {
@@ -465,6 +503,7 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
     else
       compute_output<Config, 1>(params, plan, smem);
   }
+  if constexpr (Config::kCrossover) sync_cluster();  // nothing is on its way to this CTA any more
 }
 
 }  // namespace flashmla::sparse_decode

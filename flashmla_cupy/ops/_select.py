@@ -71,7 +71,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
     """
     return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(), *_QUANTIZE.values(),
             *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
-            *_PAGED_FP8_DECODE.values())
+            *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values())
 
 
 _DENSE_DECODE = {
@@ -92,11 +92,11 @@ _QUANTIZE, _DEQUANTIZE = (
     for path in ("quantize_sm89", "dequantize_sm89"))
 _TOKEN_INDICES = {("", 0): KernelSpec("kv_quant", "token_indices_sm80", ("int32_t",), (), "TokenIndicesParams",
                                       experimental=True)}
-_SPARSE_DECODE, _PAGED_FP8_DECODE = (
-    {("bfloat16", layout.d_qk): KernelSpec("sparse_decode", "sm90", (f"kv_format::{layout.name.upper()}", paged),
+_SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE = (
+    {("bfloat16", layout.d_qk): KernelSpec("sparse_decode", "sm90", (f"kv_format::{layout.name.upper()}", *flags),
                                            (layout.name, tag), "SparseDecodeParams", experimental=True)
      for layout in kv_format.FORMATS.values()}
-    for tag, paged in (("indices", "false"), ("paged", "true")))
+    for tag, *flags in (("indices", "false", "false"), ("crossover", "false", "true"), ("paged", "true", "false")))
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
@@ -156,5 +156,6 @@ _CHOICES = {
     "kv_quant.dequantize": (_DEQUANTIZE, _kv_quant_reasons),
     "kv_quant.token_indices": (_TOKEN_INDICES, _sched_meta_reasons),
     "sparse_decode.indices": (_SPARSE_DECODE, _sparse_decode_reasons),
+    "sparse_decode.crossover": (_CROSSOVER_DECODE, _sparse_decode_reasons),
     "sparse_decode.paged": (_PAGED_FP8_DECODE, _sparse_decode_reasons),
 }

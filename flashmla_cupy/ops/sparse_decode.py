@@ -201,8 +201,10 @@ def _launch(p: DecodeProblem, arrays: dict[str, Any], out: Any, lse: Any, stream
     q, metadata, num_splits = arrays["q"], arrays["tile_scheduler_metadata"], arrays["num_splits"]
     device_id = q.data.device_id
     sparse = isinstance(p, SparseDecodeProblem)
-    op = "sparse_decode.indices" if sparse else "sparse_decode.paged"
-    kernel = _device.get_kernel(Problem(op, p.dtype, p.d_qk, HEAD_DIM_V), device_id)
+    head_blocks = -(-(p.h_q if sparse else p.rows) // sched_meta.QUERY_ROWS_PER_BLOCK)
+    # Two head blocks of a token read the same keys: as a cluster, each of their CTAs dequantizes half of them.
+    keys = "paged" if not sparse else "crossover" if head_blocks % 2 == 0 else "indices"
+    kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
     parts, splits = _parts_and_splits(p, metadata, device_id)
     workspace, needed = arrays["workspace"], _workspace_bytes(p, arrays, parts)
     memory = _device.scratch(needed, stream_ptr) if workspace is None else workspace.data
@@ -231,14 +233,13 @@ def _launch(p: DecodeProblem, arrays: dict[str, Any], out: Any, lse: Any, stream
     if sparse:
         fields |= _keys("main", arrays["k_cache"], arrays["indices"], arrays["topk_length"])
         fields |= _keys("extra", arrays["extra_k_cache"], arrays["extra_indices"], arrays["extra_topk_length"])
-        grid = (-(-p.h_q // sched_meta.QUERY_ROWS_PER_BLOCK), p.s_q, parts)
     else:
         table = arrays["block_table"]
         fields |= _cache("main", arrays["k_cache"])
         fields |= dict(block_table=0 if table is None else table.data.ptr,
                        block_table_stride=0 if table is None else table.strides[0] // 4,
                        cache_seqlens=arrays["cache_seqlens"].data.ptr, causal=p.causal, max_seqlen=p.max_seqlen)
-        grid = (-(-p.rows // sched_meta.QUERY_ROWS_PER_BLOCK), 1, parts)
+    grid = (head_blocks, p.s_q if sparse else 1, parts)
     kernel.launch(grid, _record("SparseDecodeParams", fields), pdl=True, stream_ptr=stream_ptr)
     if splits:
         warps = combine.warps_per_row(parts / p.batch)

@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from conftest import REPO, TOY
 from flashmla_cupy.errors import CaptureError, FlashMLAError
 from flashmla_cupy.runtime import compile as rt_compile
 from flashmla_cupy.runtime import device, params, tensor_map
 from flashmla_cupy.runtime.spec import KernelSpec
+from tests.common import REPO, TOY
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,7 +1,7 @@
-// What a kernel needs of a GPU, on CPU threads: one thread a CUDA thread, CTAs one after the other. Included before the
-// kernel's own headers, with tests/sim/ptx in place of cuda_src/ptx. It runs the logic of a kernel (addresses, layouts,
-// roles, barriers), not its timing: asynchronous operations take effect where they are issued, so a missing wait or fence
-// goes unseen, while a barrier that never completes ends the program.
+// What a kernel needs of a GPU, on CPU threads: one thread a CUDA thread, the CTAs of a cluster together, clusters one
+// after the other. Included before the kernel's own headers, with tests/sim/ptx in place of cuda_src/ptx. It runs the
+// logic of a kernel (addresses, layouts, roles, barriers), not its timing: asynchronous operations take effect where they
+// are issued, so a missing wait or fence goes unseen, while a barrier that never completes ends the program.
 #pragma once
 #include <pthread.h>
 
@@ -43,35 +43,19 @@ namespace sim {
   abort();
 }
 
-constexpr int kSharedBytes = 232448, kMaxThreads = 1024, kNamedBarriers = 16, kWaitSeconds = 60;
-alignas(1024) static unsigned char shared[kSharedBytes];
+constexpr int kSharedBytes = 232448, kMaxThreads = 1024, kNamedBarriers = 16, kMaxCluster = 2, kWaitSeconds = 60;
 
 struct Barrier {  // of a fixed number of threads
   pthread_barrier_t barrier;
   void init(unsigned threads) { pthread_barrier_init(&barrier, nullptr, threads); }
   void wait() { pthread_barrier_wait(&barrier); }
 };
-static Barrier cta, named[kNamedBarriers];
 
 struct Warp {
   Barrier barrier;
   unsigned long long words[32];
   unsigned registers[32][4];
 };
-static Warp warps[kMaxThreads / 32];
-inline int lane() { return threadIdx.x % 32; }
-inline Warp& warp() { return warps[threadIdx.x / 32]; }
-
-// Everybody's `value`, read by `read(words)`.
-template <class Read>
-auto among_lanes(unsigned long long value, Read read) {
-  Warp& w = warp();
-  w.words[lane()] = value;
-  w.barrier.wait();
-  const auto result = read(w.words);
-  w.barrier.wait();
-  return result;
-}
 
 struct MBarrier {
   std::mutex mutex;
@@ -86,10 +70,43 @@ struct MBarrier {
     }
   }
 };
-static MBarrier mbarriers[kSharedBytes / 8];
+
+struct Cta {
+  alignas(1024) unsigned char shared[kSharedBytes];
+  MBarrier mbarriers[kSharedBytes / 8];
+  Barrier all, named[kNamedBarriers];
+  Warp warps[kMaxThreads / 32];
+  std::atomic<int> vote;
+};
+static Cta ctas[kMaxCluster];
+static Barrier cluster;
+static thread_local unsigned rank;  // of the thread's CTA in its cluster
+
+inline Cta& cta() { return ctas[rank]; }
+inline int lane() { return threadIdx.x % 32; }
+inline Warp& warp() { return cta().warps[threadIdx.x / 32]; }
+
+// Shared memory by address: of the own CTA, or (the rank + 1 in the top byte) of any in the cluster.
+inline unsigned char* at(unsigned address) {
+  const unsigned owner = address >> 24, offset = address & 0xffffff;
+  if (offset >= kSharedBytes) die("shared-memory address");
+  return (owner == 0 ? cta() : ctas[owner - 1]).shared + offset;
+}
 inline MBarrier& mbarrier(unsigned address) {
-  if (address % 8 || address >= kSharedBytes) die("mbarrier address");
-  return mbarriers[address / 8];
+  const unsigned owner = address >> 24, offset = address & 0xffffff;
+  if (offset % 8 || offset >= kSharedBytes) die("mbarrier address");
+  return (owner == 0 ? cta() : ctas[owner - 1]).mbarriers[offset / 8];
+}
+
+// Everybody's `value`, read by `read(words)`.
+template <class Read>
+auto among_lanes(unsigned long long value, Read read) {
+  Warp& w = warp();
+  w.words[lane()] = value;
+  w.barrier.wait();
+  const auto result = read(w.words);
+  w.barrier.wait();
+  return result;
 }
 
 }  // namespace sim
@@ -114,15 +131,15 @@ using std::min;
 
 template <class T>
 T __ldg(const T* p) { return *p; }
-inline void __syncthreads() { sim::cta.wait(); }
+inline void __syncthreads() { sim::cta().all.wait(); }
 inline int __syncthreads_and(int predicate) {
-  static std::atomic<int> all;
+  std::atomic<int>& vote = sim::cta().vote;
   __syncthreads();
-  if (threadIdx.x == 0) all = 1;
+  if (threadIdx.x == 0) vote = 1;
   __syncthreads();
-  if (!predicate) all = 0;
+  if (!predicate) vote = 0;
   __syncthreads();
-  return all;
+  return vote;
 }
 inline void __syncwarp() { sim::warp().barrier.wait(); }
 
@@ -155,4 +172,4 @@ inline int __reduce_add_sync(unsigned, int value) {
     return sum;
   });
 }
-inline unsigned long long __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - sim::shared; }
+inline unsigned long long __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - sim::cta().shared; }

@@ -5,20 +5,28 @@
 extern "C" int threads() { return Config::kThreads; }
 
 extern "C" void launch(const Params* params, unsigned grid_x, unsigned grid_y, unsigned grid_z) {
+  constexpr unsigned kCluster = Config::kClusterX, kThreads = Config::kThreads;
+  static_assert(kCluster <= sim::kMaxCluster, "more CTAs of a cluster than the simulator has");
+  if (grid_x % kCluster) sim::die("the grid is no multiple of the cluster");
   gridDim = {grid_x, grid_y, grid_z};
-  blockDim = {Config::kThreads, 1, 1};
+  blockDim = {kThreads, 1, 1};
   for (unsigned z = 0; z < grid_z; z++)
     for (unsigned y = 0; y < grid_y; y++)
-      for (unsigned x = 0; x < grid_x; x++) {
-        memset(sim::shared, 0x7f, sizeof sim::shared);  // NaN in every format
-        sim::cta.init(Config::kThreads);
-        for (auto& barrier : sim::named) barrier.init(128);
-        for (auto& warp : sim::warps) warp.barrier.init(32);
+      for (unsigned x = 0; x < grid_x; x += kCluster) {
+        sim::cluster.init(kCluster * kThreads);
         std::vector<std::thread> threads;
-        for (unsigned t = 0; t < Config::kThreads; t++)
+        for (unsigned rank = 0; rank < kCluster; rank++) {
+          sim::Cta& cta = sim::ctas[rank];
+          memset(cta.shared, 0x7f, sizeof cta.shared);  // NaN in every format
+          cta.all.init(kThreads);
+          for (auto& barrier : cta.named) barrier.init(128);
+          for (auto& warp : cta.warps) warp.barrier.init(32);
+        }
+        for (unsigned t = 0; t < kCluster * kThreads; t++)
           threads.emplace_back([=] {
-            blockIdx = {x, y, z};
-            threadIdx = {t, 0, 0};
+            sim::rank = t / kThreads;
+            blockIdx = {x + sim::rank, y, z};
+            threadIdx = {t % kThreads, 0, 0};
             run(*params);
           });
         for (auto& thread : threads) thread.join();

@@ -33,7 +33,7 @@ def build(spec: KernelSpec, folder: Path) -> ctypes.CDLL:
         shutil.copytree(CUDA_SRC, source, ignore=shutil.ignore_patterns("ptx"))
         shutil.copytree(HERE / "ptx", source / "ptx")
         kernel = source / spec.kernel_file
-        kernel.write_text(_SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(sim::shared);", kernel.read_text()))
+        kernel.write_text(_SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(sim::cta().shared);", kernel.read_text()))
         arguments = f"<{', '.join(spec.config)}>" if spec.config else ""
         (source / "unit.hpp").write_text(
             f'#include "common/params.cuh"\n#include "{spec.kernel_file}"\nusing Params = flashmla::{spec.params};\n'

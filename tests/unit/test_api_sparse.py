@@ -224,6 +224,14 @@ def test_what_has_no_gpu_kernel_is_refused_with_a_way_out(gpu):
     assert gpu.events == []
 
 
+@pytest.mark.parametrize("h_q, keys, blocks", [(64, "indices", 1), (65, "crossover", 2), (128, "crossover", 2),
+                                               (130, "indices", 3), (256, "crossover", 4)])
+def test_two_head_blocks_share_keys(gpu, h_q, keys, blocks):
+    flash_mla_with_kvcache(**sparse(gpu, s_q=3, h_q=h_q))
+    decode = gpu.take()[1]
+    assert decode.name == f"sparse_decode.sm90.v32.{keys}" and decode.grid[:2] == (blocks, 3)
+
+
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_dense_decode_over_an_fp8_cache(gpu, contiguous):
     arguments = dense_fp8(gpu, causal=True)

@@ -10,13 +10,13 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from conftest import REPO
 from flashmla_cupy.errors import FlashMLAError
 from flashmla_cupy.ops import _select
 from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import device, inspect
 from flashmla_cupy.testing import checks, machine
 from flashmla_cupy.testing.compare import Errors
+from tests.common import REPO
 
 CLI = runpy.run_path(str(REPO / "cli.py"), run_name="cli")
 

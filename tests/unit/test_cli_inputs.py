@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from test_cli import fake_compile, invoke, no_gpu  # noqa: F401
 
-from conftest import REPO, TOY
 from flashmla_cupy.ops import _select
 from flashmla_cupy.runtime import env
 from flashmla_cupy.testing import report
+from tests.common import REPO, TOY
 
 
 def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess:

@@ -11,13 +11,13 @@ import pytest
 from fake_gpu import BF16, H200, STREAM, gpu  # noqa: F401
 
 import flashmla_cupy
-from conftest import REPO
 from flashmla_cupy.errors import UnsupportedError
 from flashmla_cupy.kv_format import FORMATS, V32
 from flashmla_cupy.ops import _select
 from flashmla_cupy.reference import kv_quant as reference
 from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import params
+from tests.common import REPO
 
 LAYOUTS = pytest.mark.parametrize("layout", FORMATS.values(), ids=FORMATS)
 SPECS = [spec for spec in _select.all_specs() if spec.op == "kv_quant"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import REPO
 from flashmla_cupy.runtime import env
+from tests.common import REPO
 
 PACKAGE, CUDA_SRC = REPO / "flashmla_cupy", REPO / "cuda_src"
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py")) + [path for path in [REPO / "cli.py"] if path.exists()]

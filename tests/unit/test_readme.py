@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import flashmla_cupy
-from conftest import REPO
 from flashmla_cupy.ops import _checks
 from flashmla_cupy.ops._select import experimental_kernels
 from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import env
+from tests.common import REPO
 
 README = (REPO / "README.md").read_text(encoding="utf-8")
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]

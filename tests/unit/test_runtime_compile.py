@@ -10,9 +10,9 @@ import textwrap
 
 import pytest
 
-from conftest import REPO, TOY
 from flashmla_cupy.errors import FlashMLAError, KernelCompileError
 from flashmla_cupy.runtime import cache, inspect
+from tests.common import REPO, TOY
 
 
 def entries(tmp_path):

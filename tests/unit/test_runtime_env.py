@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from conftest import REPO
 from flashmla_cupy.runtime import env
+from tests.common import REPO
 
 CALL = """
 import os
@@ -65,7 +65,7 @@ def test_a_good_home_is_left_alone(tmp_path):
     ("FLASHMLA_DUMP_DIR", "~nouser"), ("FLASHMLA_CUDA_SRC", "~nouser"),
 ])
 def test_values_are_checked_whatever_the_cache_holds(toy_src, fresh_runtime, monkeypatch, name, value):
-    from conftest import TOY
+    from tests.common import TOY
 
     fresh_runtime.compile_cubin(TOY)
     monkeypatch.setenv(name, value)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import TOY
 from flashmla_cupy.errors import CaptureError, FlashMLAError, KernelCompileError, UnsupportedError
 from flashmla_cupy.runtime import device, driver, inspect, launch, params, tensor_map
+from tests.common import TOY
 
 RECORD = inspect.Record(threads=128, cluster=2, smem_bytes=1024, params_bytes=144)
 CLUSTER, PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conftest import REPO, TOY
 from flashmla_cupy.errors import KernelCompileError
 from flashmla_cupy.runtime import env, params, source
 from flashmla_cupy.runtime.spec import KernelSpec
+from tests.common import REPO, TOY
 
 
 def test_spec_names():

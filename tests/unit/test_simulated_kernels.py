@@ -131,8 +131,10 @@ def test_metadata_of_other_lengths(gpu):
 SPARSE = {  # layout, batch, s_q, h_q, topk, extra topk
     "one block": (V32, 1, 1, 16, 64, 0),
     "split": (V32, 2, 1, 64, 300, 0),
-    "two lists, two head blocks": (V32, 2, 2, 70, 70, 50),
-    "ue8m0 scales": (D512, 2, 1, 66, 133, 0),
+    "two lists, crossover": (V32, 2, 2, 70, 70, 50),
+    "split, crossover": (V32, 2, 1, 128, 300, 0),
+    "three head blocks": (V32, 1, 1, 130, 65, 0),
+    "ue8m0 scales, crossover": (D512, 2, 1, 66, 133, 0),
     "ue8m0 scales, two lists": (D512, 3, 1, 8, 6, 64),
 }
 

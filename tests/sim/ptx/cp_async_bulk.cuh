@@ -24,9 +24,9 @@ inline void cp_async_bulk_tensor_5d(uint32_t dst, const TensorMap* map, uint32_t
       uint32_t at = dst + 128 * row + 16 * chunk;
       at ^= (at >> 7 & 7) << 4;
       if (exists)
-        memcpy(sim::shared + at, src + 16 * chunk, 16);
+        memcpy(sim::at(at), src + 16 * chunk, 16);
       else
-        memset(sim::shared + at, 0, 16);
+        memset(sim::at(at), 0, 16);
     }
   }
   mbarrier_update(bar, 0, -128 * (int)m.box_rows);

@@ -7,7 +7,7 @@ inline void with_rows(uint32_t address, Move move) {
   sim::Warp& warp = sim::warp();
   warp.words[sim::lane()] = address;
   warp.barrier.wait();
-  for (int i = 0; i < 4; i++) move(i, sim::shared + warp.words[8 * i + sim::lane() / 4] + 4 * (sim::lane() % 4));
+  for (int i = 0; i < 4; i++) move(i, sim::at(warp.words[8 * i + sim::lane() / 4]) + 4 * (sim::lane() % 4));
   warp.barrier.wait();
 }
 

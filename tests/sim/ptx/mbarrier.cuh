@@ -18,6 +18,7 @@ inline void mbarrier_update(uint32_t bar, int arrivals, int bytes) {
   m.settle();
 }
 inline void mbarrier_arrive(uint32_t bar) { mbarrier_update(bar, 1, 0); }
+inline void mbarrier_arrive_cluster(uint32_t bar) { mbarrier_update(bar, 1, 0); }
 inline void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) { mbarrier_update(bar, 1, bytes); }
 
 inline bool mbarrier_try_wait_parity(uint32_t bar, uint32_t parity) {

@@ -24,7 +24,7 @@ struct Matrix {
   float element(uint32_t address) const {
     address ^= swizzle == 1 ? (address >> 7 & 7) << 4 : swizzle == 3 ? (address >> 7 & 1) << 4 : 0;
     uint16_t bits;
-    memcpy(&bits, sim::shared + address, 2);
+    memcpy(&bits, sim::at(address), 2);
     return widened<Element>(bits);
   }
   float k_major(int row, int k) const {
