@@ -17,10 +17,11 @@ __device__ __forceinline__ uint32_t mapa(uint32_t addr, uint32_t rank) {
   return remote;
 }
 
+// Not .aligned: after the roles have parted, nothing says that a warp's threads are together.
 __device__ __forceinline__ void barrier_cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ __forceinline__ void barrier_cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
 }  // namespace flashmla::ptx
