@@ -14,7 +14,7 @@ using uint64_t = unsigned long long;
 
 static_assert(sizeof(int32_t) == 4 && sizeof(int64_t) == 8, "unexpected integer widths");
 
-// Storage only; arithmetic goes through packed conversion instructions in ptx/cvt.cuh.
+// Storage only; arithmetic goes through packed conversion instructions in ptx/math.cuh.
 struct bf16_t { uint16_t bits; };
 struct fp16_t { uint16_t bits; };
 

@@ -7,8 +7,8 @@
 #pragma once
 #include "kv_quant/config.cuh"
 #include "kv_quant/token.cuh"
-#include "ptx/cvt_fp8.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "tile/e4m3.cuh"
 
 namespace flashmla::kv_quant {
 
@@ -17,15 +17,6 @@ namespace flashmla::kv_quant {
 __device__ __forceinline__ float multiply_to_odd(float a, float b) {
   const float down = __fmul_rd(a, b), up = __fmul_ru(a, b);
   return __float_as_uint(down) & 1 ? down : up;
-}
-
-__device__ __forceinline__ void decode4(uint32_t codes, float* x) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint32_t pair = ptx::cvt_rn_f16x2_e4m3x2((uint16_t)(codes >> (16 * i)));
-    x[2 * i] = ptx::cvt_f32_f16((uint16_t)pair);
-    x[2 * i + 1] = ptx::cvt_f32_f16((uint16_t)(pair >> 16));
-  }
 }
 
 __device__ __forceinline__ void store(bf16_t* dst, const float (&x)[8]) { *reinterpret_cast<uint4*>(dst) = narrow(x); }
@@ -71,8 +62,8 @@ __device__ __forceinline__ void kernel(const KvQuantParams& params) {
     float x[8];
     if (chunk < Config::kNopeChunks) {
       const float scale = Format::kUe8m0 ? kv_format::ue8m0_value((uint8_t)raw[pass].z) : __uint_as_float(raw[pass].z);
-      decode4(raw[pass].x, x);
-      decode4(raw[pass].y, x + 4);
+      tile::decode_e4m3x4(raw[pass].x, x);
+      tile::decode_e4m3x4(raw[pass].y, x + 4);
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         if constexpr (sizeof(Element) == 2 && !Format::kUe8m0) {

@@ -1,4 +1,4 @@
-// Quantises tokens into a paged FP8 cache. flashmla_cupy/reference/kv_quant.py states the rules and is bit-identical.
+// Quantizes tokens into a paged FP8 cache. flashmla_cupy/reference/kv_quant.py states the rules and is bit-identical.
 //
 // grid    ceil(tokens / 8)
 // block   8 warps, one token each: lane l holds chunks l, l + 32, ... of 8 values; the lanes of a tile find its largest
@@ -101,7 +101,7 @@ __device__ __forceinline__ void kernel(const KvQuantParams& params) {
     float x[8];
     widen(raw[pass], x);
 
-    if (32 * pass < Config::kNopeChunks) {  // some lanes hold values to quantise; all of them shuffle
+    if (32 * pass < Config::kNopeChunks) {  // some lanes hold values to quantize; all of them shuffle
       uint32_t amax = max_of_lanes<Config::kTileLanes>(is_nope ? largest<false>(x) : 0);
       const bool finite = amax < kInfinityBits;
       if (__any_sync(kFullWarp, !finite)) amax = max_of_lanes<Config::kTileLanes>(is_nope ? largest<true>(x) : 0);

@@ -25,7 +25,7 @@ template <class Format_, bool kPaged_, bool kCrossover_>
 struct Config {
   using Format = Format_;                   // kv_format::V32 | kv_format::D512
   static constexpr bool kPaged = kPaged_;   // keys by a block table (dense decode) instead of index lists
-  // Two CTAs of a cluster, with different heads of the same query token, dequantise half of each block and send it over.
+  // Two CTAs of a cluster, with different heads of the same query token, dequantize half of each block and send it over.
   static constexpr bool kCrossover = kCrossover_;
   static_assert(!(kPaged && kCrossover), "the two CTAs must walk over the same blocks");
   static constexpr int kRows = 64;                    // query rows of a CTA
@@ -34,10 +34,10 @@ struct Config {
   static constexpr int kTiles = Format::kQk / 64;
   static constexpr int kStages = 2;
 
-  static constexpr int kThreads = 512;  // a dequantising, a score and two output warpgroups
+  static constexpr int kThreads = 512;  // a dequantizing, a score and two output warpgroups
   static constexpr int kMinBlocks = 1;
   static constexpr int kClusterX = kCrossover ? 2 : 1;
-  static constexpr int kTokensOfACta = kBlock / kClusterX;  // that it dequantises of a block
+  static constexpr int kTokensOfACta = kBlock / kClusterX;  // that it dequantizes of a block
   static constexpr int kDequantRegisters = 88, kScoreRegisters = 88, kOutputRegisters = 168;
   static_assert(kDequantRegisters + kScoreRegisters + 2 * kOutputRegisters <= 512, "65536 registers an SM");
 

@@ -1,23 +1,23 @@
 // MLA decode over an FP8 cache on Hopper. Sparse: every query token attends to the cache slots that its index list names.
 // Paged (dense): to the tokens of its request, by a block table. In blocks of 64; out = softmax(scale Q K^T) V, where V is
-// the first 512 dims of the dequantised K.
+// the first 512 dims of the dequantized K.
 //
 // Method: FlashMLA's FP8 sparse decode on the pipeline of dense_decode: one warpgroup turns gathered e4m3 rows into the
 // bf16 tiles that the copy engine brings there. Crossover: two CTAs of a cluster with different heads of one query token
-// each dequantise half of a block and send it to the other; without it, each CTA dequantises every token it needs.
+// each dequantize half of a block and send it to the other; without it, each CTA dequantizes every token it needs.
 //
 // grid    sparse: (ceil(h_q / 64), s_q, num_sm_parts); paged: (ceil(s_q h_q / 64), 1, num_sm_parts)
 // block   512 threads, one CTA an SM; cluster of 2 along x with the crossover, else none
-// roles   warpgroup 0  dequantise: gathers 16 (crossover: 8) tokens a warp, e4m3 x scale to bf16, swizzled tiles here and
+// roles   warpgroup 0  dequantize: gathers 16 (crossover: 8) tokens a warp, e4m3 x scale to bf16, swizzled tiles here and
 //                      (crossover) in the other CTA, validity bits
 //         warpgroup 1  scores: S = Q K^T, masking, softmax, P to shared memory, row sums, log-sum-exp, sink
 //         warpgroup 2  output half 0: O[:, 0:256] += P V      warpgroup 3  output half 1: O[:, 256:512] += P V
 // order   as in dense_decode: half 1 is told of P (n) when Q K^T (n + 1) is nearly done
 //
 // barrier     arrivals    armed by      waited on by
-// k_full[s]   4 (warps)   dequantise    scores, both halves   the tiles and validity bits of a block are in stage s;
+// k_full[s]   4 (warps)   dequantize    scores, both halves   the tiles and validity bits of a block are in stage s;
 //             + the other CTA's half (32 tokens x d_qk x 2 bytes) with the crossover
-// k_empty[s]  8 (warps)   both halves   dequantise            P V of the block in stage s is done; 16 with the crossover:
+// k_empty[s]  8 (warps)   both halves   dequantize            P V of the block in stage s is done; 16 with the crossover:
 //             the other CTA's halves too, for its stage is written from here
 // p_full[h]   4 (warps)   scores        half h                p, rescale, inv_sum may be read
 // p_empty     8 (warps)   both halves   scores                p, rescale, inv_sum have been read
@@ -31,7 +31,6 @@
 #include "common/params.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/cvt_fp8.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_st.cuh"
@@ -40,6 +39,7 @@
 #include "ptx/st_async.cuh"
 #include "ptx/wgmma.cuh"
 #include "sparse_decode/config.cuh"
+#include "tile/e4m3.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/swizzle.cuh"
@@ -101,7 +101,7 @@ __device__ __forceinline__ Fragment load_fragment(const SparseDecodeParams& para
   return {main_blocks, f.begin_block, f.end_block, params.o_partial == nullptr ? -1 : f.slot};
 }
 
-// ---- dequantise -------------------------------------------------------------------------------------------------
+// ---- dequantize -------------------------------------------------------------------------------------------------
 // Where a token's codes and scales lie; row null: the token does not exist and is not read.
 struct TokenAddress {
   const uint8_t* row;
@@ -178,10 +178,10 @@ struct RawToken {
 };
 
 // Four codes to four bf16 values: exact product with the float32 scale, rounded to float32 and then to bf16.
-__device__ __forceinline__ uint2 dequantise4(uint32_t codes, float scale) {
-  const uint32_t lo = ptx::cvt_rn_f16x2_e4m3x2((uint16_t)codes), hi = ptx::cvt_rn_f16x2_e4m3x2((uint16_t)(codes >> 16));
-  return make_uint2(ptx::cvt_rn_bf16x2(ptx::cvt_f32_f16((uint16_t)lo) * scale, ptx::cvt_f32_f16((uint16_t)(lo >> 16)) * scale),
-                    ptx::cvt_rn_bf16x2(ptx::cvt_f32_f16((uint16_t)hi) * scale, ptx::cvt_f32_f16((uint16_t)(hi >> 16)) * scale));
+__device__ __forceinline__ uint2 dequantize4(uint32_t codes, float scale) {
+  float x[4];
+  tile::decode_e4m3x4(codes, x);
+  return make_uint2(ptx::cvt_rn_bf16x2(x[0] * scale, x[1] * scale), ptx::cvt_rn_bf16x2(x[2] * scale, x[3] * scale));
 }
 
 // A token's row of the tiles of one stage: put(address, 16 bytes). A token that does not exist becomes zeros, for
@@ -193,8 +193,8 @@ __device__ __forceinline__ void store_token(const RawToken<Format>& raw, uint32_
   for (int g = 0; g < RawToken<Format>::kGroups; g++) {
     const int chunk = 8 * g + j;
     if (chunk >= RawToken<Format>::kChunks) continue;
-    const uint2 a = dequantise4(raw.codes[g].x, raw.scale[g]), b = dequantise4(raw.codes[g].y, raw.scale[g]);
-    const uint2 c = dequantise4(raw.codes[g].z, raw.scale[g]), d = dequantise4(raw.codes[g].w, raw.scale[g]);
+    const uint2 a = dequantize4(raw.codes[g].x, raw.scale[g]), b = dequantize4(raw.codes[g].y, raw.scale[g]);
+    const uint2 c = dequantize4(raw.codes[g].z, raw.scale[g]), d = dequantize4(raw.codes[g].w, raw.scale[g]);
     const uint4 first = make_uint4(a.x, a.y, b.x, b.y), second = make_uint4(c.x, c.y, d.x, d.y);
     // 16 values are two 16-byte chunks of a tile row. Lanes 4-7 write another tile than lanes 0-3: they begin with the
     // second chunk, so that the eight lanes meet eight different groups of banks.
@@ -208,7 +208,7 @@ __device__ __forceinline__ void store_token(const RawToken<Format>& raw, uint32_
 
 // The blocks of this CTA in order; each is gathered while the one before waits for its stage.
 template <class Config>
-__device__ __forceinline__ void dequantise(const SparseDecodeParams& params, const PartPlan& plan,
+__device__ __forceinline__ void dequantize(const SparseDecodeParams& params, const PartPlan& plan,
                                            typename Config::Storage& smem) {
   using Format = typename Config::Format;
   constexpr int kTokens = Config::kTokensOfACta, kTokensOfAWarp = kTokens / 4, kRounds = kTokensOfAWarp / 4;
@@ -219,11 +219,11 @@ __device__ __forceinline__ void dequantise(const SparseDecodeParams& params, con
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     const Fragment fragment = load_fragment<Config>(params, plan, req);
     for (int block = fragment.begin_block; block < fragment.end_block; block++) {
-      const TokenAddress mine = locate<Config>(params, req, fragment, block, first_token + lane % kTokensOfAWarp);
-      bool exists = mine.row != nullptr;  // lane l: token 16 warp + l % 16
-      if constexpr (Config::kCrossover)
-        exists = locate<Config>(params, req, fragment, block, 16 * warp + lane % 16).row != nullptr;
-      const uint32_t valid = __ballot_sync(kFullWarp, exists) & 0xffff;
+      // Lanes 0-15: the tokens that this warp dequantizes. Lanes 16-31: those whose validity bits it writes (the same
+      // ones without the crossover), for both CTAs need the bits of all 64.
+      const int token = lane < 16 ? first_token + lane % kTokensOfAWarp : 16 * warp + lane % 16;
+      const TokenAddress mine = locate<Config>(params, req, fragment, block, token);
+      const uint32_t valid = __ballot_sync(kFullWarp, mine.row != nullptr) >> 16;
       RawToken<Format> raw[2];
       const auto load = [&](int i) {  // four tokens at a time, one for each group of eight lanes
         const int source = 4 * i + lane / 8;
@@ -492,7 +492,7 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
   const int group = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   if (group == 0) {
     ptx::setmaxnreg_dec<Config::kDequantRegisters>();
-    dequantise<Config>(params, plan, smem);
+    dequantize<Config>(params, plan, smem);
   } else if (group == 1) {
     ptx::setmaxnreg_dec<Config::kScoreRegisters>();
     compute_scores<Config>(params, plan, smem);

@@ -113,7 +113,7 @@ def quantize(kv: np.ndarray, layout: KVFormat, *, power_of_two_scales: bool = Fa
 
 
 def write_tokens(parts: Parts, kv: np.ndarray, layout: KVFormat, power_of_two_scales: bool) -> None:
-    """Quantises kv (pages, page_size, d_qk) into views of the same first two axes."""
+    """Quantizes kv (pages, page_size, d_qk) into views of the same first two axes."""
     tiles = kv[..., :layout.d_nope].astype(np.float32).reshape(*kv.shape[:-1], layout.tiles, layout.tile)
     power_of_two = power_of_two_scales or layout.scale == "ue8m0"
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):

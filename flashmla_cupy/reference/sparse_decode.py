@@ -17,7 +17,7 @@ from flashmla_cupy.reference import combine, dense_decode, kv_quant
 from flashmla_cupy.reference._numerics import namespace_of, round_to, widen
 
 _CHUNK_BYTES = {"numpy": 256 << 20, "cupy": 4 << 30}  # temporaries of the query tokens that are computed together
-_KV_DTYPE = np.dtype(ml_dtypes.bfloat16)  # what dequantised keys and values are rounded to in "rounded" mode
+_KV_DTYPE = np.dtype(ml_dtypes.bfloat16)  # what dequantized keys and values are rounded to in "rounded" mode
 _CODE_VALUES = kv_quant.decode_e4m3(np.arange(256, dtype=np.uint8)).astype(np.float64)
 with np.errstate(over="ignore"):  # byte 255, which is NaN
     _UE8M0_VALUES = kv_quant.scale_values(np.arange(256, dtype=np.uint8)).astype(np.float64)
@@ -52,7 +52,7 @@ def attend(
         topk_length: ``(batch,)``; later indices are no keys. Negative counts as 0.
         attn_sink: ``(h_q,)`` logits that enter the denominator of ``out`` once, and not ``lse``.
         extra_k_cache, extra_indices, extra_topk_length: a second cache and selection; attention is over both.
-        mode: ``"rounded"`` rounds dequantised keys to bfloat16, the weights ``exp(score - row maximum)`` to the type of
+        mode: ``"rounded"`` rounds dequantized keys to bfloat16, the weights ``exp(score - row maximum)`` to the type of
             q before they meet the values, and the output: what the best kernel on 16-bit tensor cores could give.
         xp: ``numpy`` or ``cupy``; default by the type of ``q``.
 
@@ -113,7 +113,7 @@ def attend_paged(
     """``dense_decode.attend`` over an FP8 cache of one-byte elements.
 
     The cache is ``(pages, page_size, 1, bytes_per_token)`` or, with ``block_table=None``, ``(batch, s_k, 1,
-    bytes_per_token)``. ``"rounded"`` also rounds the dequantised keys to bfloat16. Otherwise arguments, results and
+    bytes_per_token)``. ``"rounded"`` also rounds the dequantized keys to bfloat16. Otherwise arguments, results and
     errors are those of ``dense_decode.attend``.
     """
     xp = xp or namespace_of(q)

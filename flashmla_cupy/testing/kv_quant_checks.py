@@ -1,4 +1,4 @@
-"""What `validate` runs for the FP8 cache: quantise, dequantise and token indices against their NumPy twins bit for bit.
+"""What `validate` runs for the FP8 cache: quantize, dequantize and token indices against their NumPy twins bit for bit.
 
 Without a GPU the twins themselves are checked: codes against the nearest of all 256, values byte by byte.
 """

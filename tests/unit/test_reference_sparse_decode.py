@@ -300,7 +300,7 @@ def test_wrong_arguments_are_named():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mode", ["exact", "rounded"])
-def test_paged_equals_the_dense_reference_on_dequantised_keys(layout, causal, mode, monkeypatch):
+def test_paged_equals_the_dense_reference_on_dequantized_keys(layout, causal, mode, monkeypatch):
     rng = np.random.default_rng(10)
     lengths = np.array([0, 1, 33, 16, 1000, -4], np.int32)
     q, cache = query(rng, layout, batch=6, s_q=3), fp8_cache(rng, layout, 20, 16, gap=576)
