@@ -1,6 +1,6 @@
 // Online softmax over 64 x 64 score tiles held as wgmma accumulators, in base 2 with the caller's scale folded in
-// (FlashAttention). The running maximum is exact: the largest probability of a row is 1 and survives the rounding to
-// 16 bits, which a lagging maximum would spoil for rows that one key dominates.
+// (FlashAttention). The maximum that probabilities are relative to follows the true one only where that matters, so that
+// the output is rescaled in the first blocks and then hardly ever (the idea is FlashAttention-4's; the rule is ours).
 #pragma once
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -14,20 +14,36 @@ namespace flashmla::attention {
 constexpr float kNothing = -1e30f;
 
 struct RowState {
-  float max_log2;  // running maximum, in log2 units; kNothing at first
+  float max_log2;  // what probabilities are relative to, in log2 units; kNothing at first
   float sum;       // this thread's share of the row sum, relative to max_log2; 0 at first
 
-  // Takes the row maximum of a new tile (scaled, log2); returns the factor for what was accumulated before.
-  __device__ __forceinline__ float update(float tile_max_log2) {
-    float rescale = 1.0f;
-    if (tile_max_log2 > max_log2) {
-      rescale = ptx::ex2_approx_ftz(max_log2 - tile_max_log2);
-      max_log2 = tile_max_log2;
-      sum *= rescale;
-    }
+  // Whether a new row maximum (log2 units) must become the reference. Relative to its row's maximum the largest
+  // probability is 1, which the rounding to 16 bits keeps; relative to an older one it is rounded like all others. That
+  // shows only where it outweighs the rest: so the maximum moves when the new probability exceeds a quarter of some
+  // thread's share of the sum (then it may be more than 1/16 of the whole), or 2^8 (the range of fp16).
+  __device__ __forceinline__ bool outgrown(float tile_max_log2) const {
+    return tile_max_log2 > max_log2 && ptx::ex2_approx_ftz(tile_max_log2 - max_log2) > fminf(0.25f * sum, 256.0f);
+  }
+  // Makes a larger row maximum the reference; returns the factor for what was accumulated before.
+  __device__ __forceinline__ float raise(float tile_max_log2) {
+    if (tile_max_log2 <= max_log2) return 1.0f;
+    const float rescale = ptx::ex2_approx_ftz(max_log2 - tile_max_log2);
+    max_log2 = tile_max_log2;
+    sum *= rescale;
     return rescale;
   }
 };
+
+// Takes the row maxima of a new tile (log2 units) and gives the factors for what was accumulated before: 1 for all rows
+// of the warp unless the maximum of one of them must move.
+__device__ __forceinline__ void update_maxima(RowState& row0, RowState& row1, float tile_max0, float tile_max1,
+                                              float& rescale0, float& rescale1) {
+  rescale0 = rescale1 = 1.0f;
+  if (__any_sync(0xffffffffu, row0.outgrown(tile_max0) || row1.outgrown(tile_max1))) {
+    rescale0 = row0.raise(tile_max0);
+    rescale1 = row1.raise(tile_max1);
+  }
+}
 
 // Scores whose column (token) is not below the row's limit become -inf; what was there (NaN included) is dropped.
 __device__ __forceinline__ void mask_columns(float (&s)[32], int first_col, int limit0, int limit1) {

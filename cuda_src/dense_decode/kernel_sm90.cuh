@@ -286,15 +286,16 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       k_ring.advance();
 
       if (block >= unmasked_blocks) mask_scores(params, plan, req, block, s);
-      float max0, max1;
+      float max0, max1, rescale0, rescale1;
       attention::row_max(s, max0, max1);
-      const float rescale0 = state0.update(max0 * params.scale_log2);
-      const float rescale1 = state1.update(max1 * params.scale_log2);
+      attention::update_maxima(state0, state1, max0 * params.scale_log2, max1 * params.scale_log2, rescale0, rescale1);
       attention::exponentiate(s, params.scale_log2, state0, state1);
 
       tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
       parity ^= 1;
-      attention::store_probabilities<typename Config::Element>(s, smem_addr(smem.p));
+      uint32_t p[4][4];
+      attention::pack_probabilities<typename Config::Element>(s, p);
+      attention::store_probabilities(p, smem_addr(smem.p));
       if (block + 1 == end_block) {
         state0.sum = tile::quad_sum(state0.sum);
         state1.sum = tile::quad_sum(state1.sum);
@@ -385,7 +386,7 @@ __device__ __forceinline__ void zero_tail(const DenseDecodeParams& params, const
 
 template <class Config, int kOffset>
 __device__ __forceinline__ void store_output_row(const DenseDecodeParams& params, const Fragment& fragment, int req,
-                                                 int half, int row, const float (&o)[2][64], float inv_sum) {
+                                                 int half, int row, const float (&o)[128], float inv_sum) {
   using Element = typename Config::Element;
   const int rows = params.s_q * params.heads_per_kv;
   if (fragment.slot >= 0) {
@@ -405,7 +406,7 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> k_ring;
   uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
-  float o[2][64];       // columns 0-127 and 128-255 of this half
+  float o[128];
   const Loader<Config, half> loader{params, plan, smem};
   loader.begin();
   for (int req = plan.begin_req; req <= plan.end_req; req++) {

@@ -9,7 +9,19 @@ __device__ __forceinline__ void st_shared_v4(uint32_t addr, uint4 v) {
                : "memory");
 }
 
-// 16 bytes of global memory that nothing writes during this grid.
+// Global memory that nothing writes during this grid; loaded here, not where the value is first used.
+__device__ __forceinline__ int32_t ld_global_nc(const int32_t* addr) {
+  int32_t v;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(addr) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 ld_global_nc_v2(const void* addr) {
+  uint2 v;
+  asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(addr) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint4 ld_global_nc_v4(const void* addr) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"

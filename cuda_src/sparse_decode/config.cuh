@@ -16,8 +16,8 @@ struct alignas(1024) SharedStorage {
   float rescale[64];                         // per row: factor for the accumulated output before this block is added
   float inv_sum[64];                         // per row: 1 / row sum (and the sink), valid with the last block
   uint16_t valid[kStages][4];                // a bit a token: its index is one of the cache
-  uint64_t k_full[kStages], k_empty[kStages];
-  uint64_t p_full[2], p_empty;
+  uint64_t k_full[kStages][2], k_empty[kStages][2];  // by halves: dims 0-255, the others
+  uint64_t p_full, p_empty;
   attention::PartPlan plan;
 };
 
@@ -34,12 +34,12 @@ struct Config {
   static constexpr int kTiles = Format::kQk / 64;
   static constexpr int kStages = 2;
 
-  static constexpr int kThreads = 512;  // a dequantizing, a score and two output warpgroups
+  static constexpr int kThreads = 384;  // scores and output half 0, output half 1, dequantize
   static constexpr int kMinBlocks = 1;
   static constexpr int kClusterX = kCrossover ? 2 : 1;
   static constexpr int kTokensOfACta = kBlock / kClusterX;  // that it dequantizes of a block
-  static constexpr int kDequantRegisters = 88, kScoreRegisters = 88, kOutputRegisters = 168;
-  static_assert(kDequantRegisters + kScoreRegisters + 2 * kOutputRegisters <= 512, "65536 registers an SM");
+  static constexpr int kScoreRegisters = kPaged ? 216 : 208;
+  static constexpr int kOutputRegisters = 160, kDequantRegisters = 3 * 168 - kOutputRegisters - kScoreRegisters;
 
   using Storage = SharedStorage<kTiles, kStages>;
   static constexpr int kSmemBytes = sizeof(Storage);

@@ -7,23 +7,26 @@
 // each dequantize half of a block and send it to the other; without it, each CTA dequantizes every token it needs.
 //
 // grid    sparse: (ceil(h_q / 64), s_q, num_sm_parts); paged: (ceil(s_q h_q / 64), 1, num_sm_parts)
-// block   512 threads, one CTA an SM; cluster of 2 along x with the crossover, else none
-// roles   warpgroup 0  dequantize: gathers 16 (crossover: 8) tokens a warp, e4m3 x scale to bf16, swizzled tiles here and
+// block   384 threads, one CTA an SM; cluster of 2 along x with the crossover, else none
+// roles   warpgroup 0  S = Q K^T, masking, softmax, row sums, log-sum-exp, sink; output half 0: O[:, 0:256] += P V
+//         warpgroup 1  output half 1: O[:, 256:512] += P V
+//         warpgroup 2  dequantize: gathers 16 (crossover: 8) tokens a warp, e4m3 x scale to bf16, swizzled tiles here and
 //                      (crossover) in the other CTA, validity bits
-//         warpgroup 1  scores: S = Q K^T, masking, softmax, P to shared memory, row sums, log-sum-exp, sink
-//         warpgroup 2  output half 0: O[:, 0:256] += P V      warpgroup 3  output half 1: O[:, 256:512] += P V
-// order   as in dense_decode: half 1 is told of P (n) when Q K^T (n + 1) is nearly done
+// order   Warpgroup 0 issues Q K^T (n + 1), then its P V (n) with P in registers, and is at the softmax of n + 1 while the
+//         latter runs. Warpgroup 1 starts its P V (n) as soon as P (n) is in shared memory and so leaves its half of the
+//         stage first: half 1 is dequantized before half 0.
 //
-// barrier     arrivals    armed by      waited on by
-// k_full[s]   4 (warps)   dequantize    scores, both halves   the tiles and validity bits of a block are in stage s;
-//             + the other CTA's half (32 tokens x d_qk x 2 bytes) with the crossover
-// k_empty[s]  8 (warps)   both halves   dequantize            P V of the block in stage s is done; 16 with the crossover:
-//             the other CTA's halves too, for its stage is written from here
-// p_full[h]   4 (warps)   scores        half h                p, rescale, inv_sum may be read
-// p_empty     8 (warps)   both halves   scores                p, rescale, inv_sum have been read
+// barrier       arrivals    armed by     waited on by
+// k_full[s][h]  4 (warps)   dequantize   warpgroup 0, h    dims 0-255 (h = 0), or the others, of a block are in stage s;
+//               + the other CTA's tokens (32 x dims x 2 bytes) with the crossover; with h = 1 also the validity bits
+// k_empty[s][h] 4 (warps)   warpgr. h    dequantize        P V of the block in stage s is done; 8 with the crossover: the
+//               other CTA's warpgroup h too, for its stage is written from here
+// p_full        4 (warps)   warpgr. 0    warpgroup 1       p, rescale, inv_sum may be read
+// p_empty       4 (warps)   warpgr. 1    warpgroup 0       p, rescale, inv_sum have been read
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/online_softmax.cuh"
+#include "attention/output_product.cuh"
 #include "attention/output_tile.cuh"
 #include "attention/split.cuh"
 #include "common/check.cuh"
@@ -31,6 +34,7 @@
 #include "common/params.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_st.cuh"
@@ -102,80 +106,92 @@ __device__ __forceinline__ Fragment load_fragment(const SparseDecodeParams& para
 }
 
 // ---- dequantize -------------------------------------------------------------------------------------------------
+// Walks over the blocks of this CTA, in order, across requests.
+template <class Config>
+struct BlockCursor {
+  const SparseDecodeParams& params;
+  const PartPlan& plan;
+  int req, block, end_block;
+  int main_length, extra_length;  // sparse: entries of the two lists
+
+  __device__ __forceinline__ BlockCursor(const SparseDecodeParams& params, const PartPlan& plan)
+      : params(params), plan(plan), req(plan.begin_req - 1), block(0), end_block(0) {
+    skip_finished();
+  }
+  __device__ __forceinline__ bool at_end() const { return req > plan.end_req; }
+  __device__ __forceinline__ void next() {
+    block++;
+    skip_finished();
+  }
+  __device__ __forceinline__ void skip_finished() {
+    while (block >= end_block && ++req <= plan.end_req) {
+      const Fragment fragment = load_fragment<Config>(params, plan, req);
+      block = fragment.begin_block;
+      end_block = fragment.end_block;
+      if constexpr (Config::kPaged) continue;
+      main_length = list_length(params.main, req);
+      extra_length = list_length(params.extra, req);
+    }
+  }
+};
+
+// What names a token: its index (sparse) or page (paged), negative if there is none. It is loaded a block before it is
+// looked at, so that nothing waits for it.
+struct TokenName {
+  int32_t index;
+  int32_t detail;  // sparse: 1 for the extra list; paged: the place in the page
+};
+template <class Config>
+__device__ __forceinline__ TokenName load_name(const BlockCursor<Config>& at, int in_block) {
+  const SparseDecodeParams& params = at.params;
+  if (at.at_end()) return {-1, 0};
+  if constexpr (Config::kPaged) {
+    const int position = at.block * attention::kKvBlock + in_block;
+    if (position >= load_seqlen(params, at.req)) return {-1, 0};
+    const int entry = divide_by_magic(position, params.main.page_size_magic, params.main.page_size_shift);
+    const int place = position - entry * params.main.page_size;
+    if (params.block_table == nullptr) return {at.req, place};
+    return {ptx::ld_global_nc(params.block_table + at.req * params.block_table_stride + entry), place};
+  } else {
+    const int main_blocks = ceil_div(at.main_length, attention::kKvBlock);
+    const bool extra = at.block >= main_blocks;
+    const SparseKeys& keys = extra ? params.extra : params.main;
+    const int entry = (extra ? at.block - main_blocks : at.block) * attention::kKvBlock + in_block;
+    if (entry >= (extra ? at.extra_length : at.main_length)) return {-1, 0};
+    return {ptx::ld_global_nc(keys.indices + at.req * keys.indices_stride_batch +
+                              blockIdx.y * keys.indices_stride_token + entry),
+            extra};
+  }
+}
+
 // Where a token's codes and scales lie; row null: the token does not exist and is not read.
 struct TokenAddress {
   const uint8_t* row;
   const uint8_t* scales;
 };
-
 template <class Config>
-__device__ __forceinline__ TokenAddress locate(const SparseDecodeParams& params, int req, const Fragment& fragment,
-                                               int block, int in_block) {
+__device__ __forceinline__ TokenAddress locate(const SparseDecodeParams& params, TokenName name) {
   using Format = typename Config::Format;
-  int page, slot;
-  const SparseKeys* keys = &params.main;
-  if constexpr (Config::kPaged) {
-    const int position = block * attention::kKvBlock + in_block;
-    if (position >= load_seqlen(params, req)) return {nullptr, nullptr};
-    const int entry = divide_by_magic(position, keys->page_size_magic, keys->page_size_shift);
-    slot = position - entry * keys->page_size;
-    page = req;
-    if (params.block_table != nullptr) page = __ldg(params.block_table + req * params.block_table_stride + entry);
-    if ((uint32_t)page >= (uint32_t)keys->num_pages) return {nullptr, nullptr};
-  } else {
-    if (block >= fragment.main_blocks) {
-      keys = &params.extra;
-      block -= fragment.main_blocks;
-    }
-    const int entry = block * attention::kKvBlock + in_block;
-    if (entry >= list_length(*keys, req)) return {nullptr, nullptr};
-    const int index =
-        __ldg(keys->indices + req * keys->indices_stride_batch + blockIdx.y * keys->indices_stride_token + entry);
-    if (index < 0) return {nullptr, nullptr};
-    page = divide_by_magic(index, keys->page_size_magic, keys->page_size_shift);
-    if (page >= keys->num_pages) return {nullptr, nullptr};
-    slot = index - page * keys->page_size;
+  if (name.index < 0) return {nullptr, nullptr};
+  const SparseKeys& keys = !Config::kPaged && name.detail ? params.extra : params.main;
+  int page = name.index, place = name.detail;
+  if constexpr (!Config::kPaged) {
+    page = divide_by_magic(name.index, keys.page_size_magic, keys.page_size_shift);
+    place = name.index - page * keys.page_size;
   }
-  const uint8_t* start = keys->cache + page * keys->page_stride;
-  return {start + Format::row_offset(slot), start + Format::scale_offset(slot, keys->page_size)};
+  if (page >= keys.num_pages) return {nullptr, nullptr};
+  const uint8_t* start = keys.cache + page * keys.page_stride;
+  return {start + Format::row_offset(place), start + Format::scale_offset(place, keys.page_size)};
 }
 
-__device__ __forceinline__ const uint8_t* shuffle_pointer(const uint8_t* p, int lane) {
-  return reinterpret_cast<const uint8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(p), lane));
-}
-
-// A lane's share of one token, as it lies in the cache. Eight lanes share a token: lane j of them has chunks j, 8 + j, ...
-// of 16 codes, and 16 bytes of RoPE.
+// What lane `lane` holds.
 template <class Format>
-struct RawToken {
-  static constexpr int kChunks = Format::kNope / 16;
-  static constexpr int kGroups = (kChunks + 7) / 8;
-  static constexpr int kChunksPerScale = Format::kTile / 16;
-  uint4 codes[kGroups];
-  uint4 rope;
-  float scale[kGroups];
-
-  __device__ __forceinline__ void load(TokenAddress at) {
-    const int j = tile::lane_id() % 8;
-#pragma unroll
-    for (int g = 0; g < kGroups; g++) {
-      codes[g] = make_uint4(0, 0, 0, 0);
-      scale[g] = 0.0f;
-    }
-    rope = make_uint4(0, 0, 0, 0);
-    if (at.row == nullptr) return;
-#pragma unroll
-    for (int g = 0; g < kGroups; g++) {
-      const int chunk = 8 * g + j;
-      if (chunk >= kChunks) continue;
-      codes[g] = ptx::ld_global_nc_v4(at.row + 16 * chunk);
-      const int which = chunk / kChunksPerScale;
-      scale[g] = Format::kUe8m0 ? kv_format::ue8m0_value(__ldg(at.scales + which))
-                                : __ldg(reinterpret_cast<const float*>(at.scales) + which);
-    }
-    rope = ptx::ld_global_nc_v4(at.row + Format::kRopeOffset + 16 * j);
-  }
-};
+__device__ __forceinline__ TokenAddress shuffle(const TokenAddress& at, int lane) {
+  const auto from = [&](const uint8_t* p) {
+    return reinterpret_cast<const uint8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(p), lane));
+  };
+  return {from(at.row), Format::kScalesInRow ? nullptr : from(at.scales)};
+}
 
 // Four codes to four bf16 values: exact product with the float32 scale, rounded to float32 and then to bf16.
 __device__ __forceinline__ uint2 dequantize4(uint32_t codes, float scale) {
@@ -184,82 +200,146 @@ __device__ __forceinline__ uint2 dequantize4(uint32_t codes, float scale) {
   return make_uint2(ptx::cvt_rn_bf16x2(x[0] * scale, x[1] * scale), ptx::cvt_rn_bf16x2(x[2] * scale, x[3] * scale));
 }
 
-// A token's row of the tiles of one stage: put(address, 16 bytes). A token that does not exist becomes zeros, for
-// 0 x anything must stay 0.
-template <class Format, class Put>
-__device__ __forceinline__ void store_token(const RawToken<Format>& raw, uint32_t tiles, int token, Put put) {
-  const int j = tile::lane_id() % 8;
-#pragma unroll
-  for (int g = 0; g < RawToken<Format>::kGroups; g++) {
-    const int chunk = 8 * g + j;
-    if (chunk >= RawToken<Format>::kChunks) continue;
-    const uint2 a = dequantize4(raw.codes[g].x, raw.scale[g]), b = dequantize4(raw.codes[g].y, raw.scale[g]);
-    const uint2 c = dequantize4(raw.codes[g].z, raw.scale[g]), d = dequantize4(raw.codes[g].w, raw.scale[g]);
-    const uint4 first = make_uint4(a.x, a.y, b.x, b.y), second = make_uint4(c.x, c.y, d.x, d.y);
-    // 16 values are two 16-byte chunks of a tile row. Lanes 4-7 write another tile than lanes 0-3: they begin with the
-    // second chunk, so that the eight lanes meet eight different groups of banks.
-    const uint32_t tile_addr = tiles + tile::kTileBytes * (chunk / 4);
-    const int even = chunk % 4 * 2, swap = j / 4;
-    put(tile_addr + tile::swizzle_128b(token, even + swap), swap ? second : first);
-    put(tile_addr + tile::swizzle_128b(token, even + 1 - swap), swap ? first : second);
-  }
-  put(tiles + tile::kTileBytes * (Format::kNope / 64) + tile::swizzle_128b(token, j), raw.rope);
-}
+// A lane's share of half a token (dims 0-255, or the others) as it lies in the cache. Eight lanes share a token: lane j of
+// them has chunks 16 half + j and 16 half + 8 + j of 16 codes, and with half 1 also 16 bytes of RoPE.
+template <class Format>
+struct RawHalf {
+  static constexpr int kChunks = Format::kNope / 16;
+  static constexpr int kChunksPerScale = Format::kTile / 16;
+  uint4 codes[2];
+  uint4 rope;
+  uint2 scales;  // of this half: two float32, or four bytes in x
 
-// The blocks of this CTA in order; each is gathered while the one before waits for its stage.
+  __device__ __forceinline__ void load(const TokenAddress& at, int half) {
+    const int j = tile::lane_id() % 8;
+    codes[0] = codes[1] = rope = make_uint4(0, 0, 0, 0);
+    scales = make_uint2(0, 0);
+    if (at.row == nullptr) return;
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+      const int chunk = 16 * half + 8 * g + j;
+      if (16 * half + 8 * g + 8 <= kChunks || chunk < kChunks) codes[g] = ptx::ld_global_nc_v4(at.row + 16 * chunk);
+    }
+    if (half == 1) rope = ptx::ld_global_nc_v4(at.row + Format::kRopeOffset + 16 * j);
+    const uint8_t* first_scale = (Format::kScalesInRow ? at.row + Format::kNope : at.scales) + (Format::kUe8m0 ? 4 : 8) * half;
+    if constexpr (Format::kUe8m0)
+      scales.x = ptx::ld_global_nc(reinterpret_cast<const int32_t*>(first_scale));
+    else
+      scales = ptx::ld_global_nc_v2(first_scale);
+  }
+
+  // Of this lane's chunk g.
+  __device__ __forceinline__ float scale(int g) const {
+    if constexpr (Format::kUe8m0) {
+      static_assert(kChunksPerScale == 4, "four scales a half");
+      return kv_format::ue8m0_value((uint8_t)(scales.x >> (16 * g + 8 * (tile::lane_id() % 8 / 4))));
+    } else {
+      static_assert(kChunksPerScale == 8, "two scales a half");
+      return __int_as_float(g == 0 ? scales.x : scales.y);
+    }
+  }
+
+  // The token's row of this half's tiles: put(address, 16 bytes). A token that does not exist becomes zeros, for 0 x
+  // anything must stay 0.
+  template <class Put>
+  __device__ __forceinline__ void store(uint32_t tiles, int token, int half, Put put) const {
+    const int j = tile::lane_id() % 8;
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+      const int chunk = 16 * half + 8 * g + j;
+      if (16 * half + 8 * g + 8 > kChunks && chunk >= kChunks) continue;
+      const float x = scale(g);
+      const uint2 a = dequantize4(codes[g].x, x), b = dequantize4(codes[g].y, x);
+      const uint2 c = dequantize4(codes[g].z, x), d = dequantize4(codes[g].w, x);
+      const uint4 first = make_uint4(a.x, a.y, b.x, b.y), second = make_uint4(c.x, c.y, d.x, d.y);
+      // 16 values are two 16-byte chunks of a tile row. Lanes 4-7 write another tile than lanes 0-3: they begin with the
+      // second chunk, so that the eight lanes meet eight different groups of banks.
+      const uint32_t tile_addr = tiles + tile::kTileBytes * (chunk / 4);
+      const int even = chunk % 4 * 2, swap = j / 4;
+      put(tile_addr + tile::swizzle_128b(token, even + swap), swap ? second : first);
+      put(tile_addr + tile::swizzle_128b(token, even + 1 - swap), swap ? first : second);
+    }
+    if (half == 1)
+      put(tiles + tile::kTileBytes * (Format::kNope / 64) + tile::swizzle_128b(token, j), rope);
+  }
+};
+
+// The blocks of this CTA in order, half 1 of all tokens before half 0: as the stage is left. What is converted was loaded kAhead steps before, and its index a block before that.
 template <class Config>
 __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, const PartPlan& plan,
                                            typename Config::Storage& smem) {
   using Format = typename Config::Format;
-  constexpr int kTokens = Config::kTokensOfACta, kTokensOfAWarp = kTokens / 4, kRounds = kTokensOfAWarp / 4;
+  constexpr int kTokens = Config::kTokensOfACta, kTokensOfAWarp = kTokens / 4;
+  constexpr int kRounds = kTokensOfAWarp / 4;  // four tokens at a time, one for each group of eight lanes
+  constexpr int kAhead = 4, kSteps = 2 * kRounds;
+  static_assert(kSteps % kAhead == 0, "the place of a step in `raw` is a constant");
   const int lane = tile::lane_id(), warp = tile::warp_in_group();
   const uint32_t rank = Config::kCrossover ? ptx::cluster_ctarank() : 0;
+  const uint32_t to_other = Config::kCrossover ? ptx::mapa(smem_addr(&smem), rank ^ 1) - smem_addr(&smem) : 0;
   const int first_token = kTokens * rank + kTokensOfAWarp * warp;
-  tile::RingPosition<Config::kStages> ring;
-  for (int req = plan.begin_req; req <= plan.end_req; req++) {
-    const Fragment fragment = load_fragment<Config>(params, plan, req);
-    for (int block = fragment.begin_block; block < fragment.end_block; block++) {
-      // Lanes 0-15: the tokens that this warp dequantizes. Lanes 16-31: those whose validity bits it writes (the same
-      // ones without the crossover), for both CTAs need the bits of all 64.
-      const int token = lane < 16 ? first_token + lane % kTokensOfAWarp : 16 * warp + lane % 16;
-      const TokenAddress mine = locate<Config>(params, req, fragment, block, token);
-      const uint32_t valid = __ballot_sync(kFullWarp, mine.row != nullptr) >> 16;
-      RawToken<Format> raw[2];
-      const auto load = [&](int i) {  // four tokens at a time, one for each group of eight lanes
-        const int source = 4 * i + lane / 8;
-        raw[i % 2].load({shuffle_pointer(mine.row, source), shuffle_pointer(mine.scales, source)});
-      };
-      load(0);
-      tile::wait(smem_addr(&smem.k_empty[ring.stage]), ring.phase ^ 1);
-      if (lane == 0) smem.valid[ring.stage][warp] = valid;
-      const uint32_t full = smem_addr(&smem.k_full[ring.stage]);
+  // Lanes 0-15: the tokens that this warp dequantizes. Lanes 16-31: those whose validity bits it writes (the same ones
+  // without the crossover), for both CTAs need the bits of all 64.
+  const int my_token = lane < 16 ? first_token + lane % kTokensOfAWarp : 16 * warp + lane % 16;
+
+  BlockCursor<Config> cursor(params, plan);
+  int named = 0;  // blocks named but not converted yet
+  const auto next_name = [&] {
+    const TokenName name = load_name(cursor, my_token);
+    if (!cursor.at_end()) {
+      named++;
+      cursor.next();
+    }
+    return name;
+  };
+  TokenAddress here = locate<Config>(params, next_name()), next = locate<Config>(params, next_name());
+  TokenName name = next_name();
+  RawHalf<Format> raw[kAhead];
 #pragma unroll
-      for (int i = 0; i < kRounds; i++) {
-        if (i + 1 < kRounds) load(i + 1);
-        store_token<Format>(raw[i % 2], smem_addr(smem.k[ring.stage]), first_token + 4 * i + lane / 8,
-                            [&](uint32_t addr, uint4 v) {
-                              ptx::st_shared_v4(addr, v);
-                              if constexpr (Config::kCrossover)
-                                ptx::st_async_v4(ptx::mapa(addr, rank ^ 1), v, ptx::mapa(full, rank ^ 1));
-                            });
+  for (int step = 0; step < kAhead; step++)
+    raw[step].load(shuffle<Format>(here, 4 * (step % kRounds) + lane / 8), 1 - step / kRounds);
+
+  tile::RingPosition<Config::kStages> ring;
+  for (; named > 0; named--) {
+    const uint32_t valid = __ballot_sync(kFullWarp, here.row != nullptr) >> 16;
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      const int half = 1 - step / kRounds, round = step % kRounds;
+      const uint32_t full = smem_addr(&smem.k_full[ring.stage][half]);
+      if (round == 0) {
+        tile::wait(smem_addr(&smem.k_empty[ring.stage][half]), ring.phase ^ 1);
+        if (half == 1 && lane == 0) smem.valid[ring.stage][warp] = valid;
       }
+      raw[step % kAhead].store(smem_addr(smem.k[ring.stage]), first_token + 4 * round + lane / 8, half,
+                               [&](uint32_t addr, uint4 v) {
+                                 ptx::st_shared_v4(addr, v);
+                                 if constexpr (Config::kCrossover)
+                                   ptx::st_async_v4(addr + to_other, v, full + to_other);
+                               });
+      const int later = (step + kAhead) % kSteps;
+      raw[step % kAhead].load(shuffle<Format>(step + kAhead < kSteps ? here : next, 4 * (later % kRounds) + lane / 8),
+                              1 - later / kRounds);
+      if (round + 1 < kRounds) continue;
       ptx::fence_proxy_async();
       if (Config::kCrossover && warp == 0) {
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, (Config::kBlock - kTokens) * Format::kQk * 2);
+        const int dims = half == 0 ? 256 : Format::kQk - 256;
+        if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, (Config::kBlock - kTokens) * dims * 2);
       } else {
         arrive_once_per_warp(full);
       }
-      ring.advance();
     }
+    here = next;
+    next = locate<Config>(params, name);
+    name = next_name();
+    ring.advance();
   }
 }
 
-// Waits for a block; what the other CTA sent must also be made visible to wgmma.
+// Waits for half a block; what the other CTA sent must also be made visible to wgmma.
 template <class Config>
-__device__ __forceinline__ void wait_for_block(typename Config::Storage& smem,
-                                               const tile::RingPosition<Config::kStages>& ring) {
-  tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
+__device__ __forceinline__ void wait_for_half(typename Config::Storage& smem,
+                                              const tile::RingPosition<Config::kStages>& ring, int half) {
+  tile::wait(smem_addr(&smem.k_full[ring.stage][half]), ring.phase);
   if constexpr (Config::kCrossover) ptx::fence_proxy_async();
 }
 
@@ -267,34 +347,39 @@ __device__ __forceinline__ void wait_for_block(typename Config::Storage& smem,
 template <class Config>
 __device__ __forceinline__ void load_query(const SparseDecodeParams& params, int req, typename Config::Storage& smem) {
   ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
-  const int chunk = threadIdx.x % 8;
-#pragma unroll 2
-  for (int row = threadIdx.x % 128 / 8; row < Config::kRows; row += 16) {
+  const int column = threadIdx.x % 8;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int row = threadIdx.x % 128 / 8 + 16 * i;
     const QueryRow at = query_row<Config>(params, row);
-    const uint4* src = reinterpret_cast<const uint4*>(
-        reinterpret_cast<const bf16_t*>(params.q) + req * params.q_stride_batch + at.token * params.q_stride_token +
-        at.head * params.q_stride_head);
+    const bf16_t* src = reinterpret_cast<const bf16_t*>(params.q);
+    if (at.exists)
+      src += req * params.q_stride_batch + at.token * params.q_stride_token + at.head * params.q_stride_head + 8 * column;
 #pragma unroll
     for (int t = 0; t < Config::kTiles; t++)
-      ptx::st_shared_v4(smem_addr(smem.q[t]) + tile::swizzle_128b(row, chunk),
-                        at.exists ? ptx::ld_global_nc_v4(src + 8 * t + chunk) : make_uint4(0, 0, 0, 0));
+      ptx::cp_async_16(smem_addr(smem.q[t]) + tile::swizzle_128b(row, column), src + 64 * t, at.exists ? 16 : 0);
   }
+  ptx::cp_async_wait_all();
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
 }
 
-// S = Q K^T for one block. Two commit groups: all tiles but the last, and the last.
+// S = Q K^T for one block, half 1 of the dims first; one commit group.
 template <class Config>
-__device__ __forceinline__ void issue_scores(float (&s)[32], typename Config::Storage& smem, int stage) {
-  ptx::wgmma_fence();
+__device__ __forceinline__ void issue_scores(float (&s)[32], typename Config::Storage& smem,
+                                             const tile::RingPosition<Config::kStages>& ring) {
 #pragma unroll
-  for (int t = 0; t < Config::kTiles; t++) {
-    if (t == Config::kTiles - 1) ptx::wgmma_commit_group();
-    const uint64_t a = tile::k_major_desc(smem_addr(smem.q[t])), b = tile::k_major_desc(smem_addr(smem.k[stage][t]));
+  for (int i = 0; i < Config::kTiles; i++) {
+    const int t = (i + 4) % Config::kTiles;
+    if (t == 4 || t == 0) {
+      wait_for_half<Config>(smem, ring, t / 4);
+      ptx::wgmma_fence();
+    }
+    const uint64_t a = tile::k_major_desc(smem_addr(smem.q[t])), b = tile::k_major_desc(smem_addr(smem.k[ring.stage][t]));
 #pragma unroll
     for (int k = 0; k < 4; k++)
       ptx::wgmma_m64n64k16_ss<bf16_t>(s, tile::advance(a, k * tile::kKMajorStepBytes),
-                                      tile::advance(b, k * tile::kKMajorStepBytes), t + k > 0);
+                                      tile::advance(b, k * tile::kKMajorStepBytes), i + k > 0);
   }
   ptx::wgmma_commit_group();
 }
@@ -340,67 +425,35 @@ __device__ __forceinline__ void mask_unseen(const SparseDecodeParams& params, in
                           visible_tokens(params, seqlen, row1.token));
 }
 
+// Masks and exponentiates the scores of one block; gives the factors for what was accumulated before.
 template <class Config>
-__device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
-                                               typename Config::Storage& smem) {
-  const int row = tile::fragment_row();
-  const QueryRow row0 = query_row<Config>(params, row), row1 = query_row<Config>(params, row + 8);
-  tile::RingPosition<Config::kStages> ring;
-  uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
-  float s[32];
-  for (int req = plan.begin_req; req <= plan.end_req; req++) {
-    const Fragment fragment = load_fragment<Config>(params, plan, req);
-    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
-    attention::RowState state0{row0.exists ? attention::kNothing : infinity(), 0.0f};
-    attention::RowState state1{row1.exists ? attention::kNothing : infinity(), 0.0f};
-    if (fragment.begin_block < fragment.end_block) load_query<Config>(params, req, smem);
-    bool pending = false;  // P of the block before is not announced to output half 1 yet
-    for (int block = fragment.begin_block; block < fragment.end_block; block++) {
-      const bool last = block + 1 == fragment.end_block;
-      wait_for_block<Config>(smem, ring);
-      issue_scores<Config>(s, smem, ring.stage);
-      ptx::wgmma_wait_group<1>();
-      if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
-      ptx::wgmma_wait_group<0>();
-
-      mask_invalid(s, smem.valid[ring.stage]);
-      if constexpr (Config::kPaged)
-        if (params.causal) mask_unseen<Config>(params, req, block, row0, row1, s);
-      ring.advance();
-      float max0, max1;
-      attention::row_max(s, max0, max1);
-      const float rescale0 = state0.update(max0 * params.scale_log2);
-      const float rescale1 = state1.update(max1 * params.scale_log2);
-      attention::exponentiate(s, params.scale_log2, state0, state1);
-
-      tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
-      parity ^= 1;
-      attention::store_probabilities<bf16_t>(s, smem_addr(smem.p));
-      if (last) {
-        state0.sum = tile::quad_sum(state0.sum);
-        state1.sum = tile::quad_sum(state1.sum);
-      }
-      if ((threadIdx.x & 3) == 0) {
-        smem.rescale[row] = rescale0;
-        smem.rescale[row + 8] = rescale1;
-        if (last) {
-          smem.inv_sum[row] = output_factor(params, state0, row0, fragment.slot);
-          smem.inv_sum[row + 8] = output_factor(params, state1, row1, fragment.slot);
-        }
-      }
-      arrive_once_per_warp(smem_addr(&smem.p_full[0]));
-      pending = !last;
-      if (last) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
-    }
-    store_lse(params, fragment.slot, req, row0, state0);
-    store_lse(params, fragment.slot, req, row1, state1);
-  }
+__device__ __forceinline__ void softmax(const SparseDecodeParams& params, int req, int block, const QueryRow& row0,
+                                        const QueryRow& row1, const uint16_t (&valid)[4], float (&s)[32],
+                                        attention::RowState& state0, attention::RowState& state1, float& rescale0,
+                                        float& rescale1) {
+  mask_invalid(s, valid);
+  if constexpr (Config::kPaged)
+    if (params.causal) mask_unseen<Config>(params, req, block, row0, row1, s);
+  float max0, max1;
+  attention::row_max(s, max0, max1);
+  attention::update_maxima(state0, state1, max0 * params.scale_log2, max1 * params.scale_log2, rescale0, rescale1);
+  attention::exponentiate(s, params.scale_log2, state0, state1);
 }
 
 // ---- output -----------------------------------------------------------------------------------------------------
+// A warp is done with its half of a stage, here and, with the crossover, for the other CTA, which writes to it.
+template <class Config>
+__device__ __forceinline__ void leave_half(typename Config::Storage& smem,
+                                           const tile::RingPosition<Config::kStages>& ring, int half) {
+  const uint32_t empty = smem_addr(&smem.k_empty[ring.stage][half]);
+  arrive_once_per_warp(empty);
+  if (Config::kCrossover && tile::lane_id() == 0)
+    ptx::mbarrier_arrive_cluster(ptx::mapa(empty, ptx::cluster_ctarank() ^ 1));
+}
+
 template <class Config, int half, int kOffset>
 __device__ __forceinline__ void store_output_row(const SparseDecodeParams& params, int slot, int req, int local_row,
-                                                 const float (&o)[2][64], float inv_sum) {
+                                                 const float (&o)[128], float inv_sum) {
   const QueryRow row = query_row<Config>(params, local_row);
   if (slot >= 0) {
     float* dst = params.o_partial +
@@ -413,12 +466,89 @@ __device__ __forceinline__ void store_output_row(const SparseDecodeParams& param
   }
 }
 
-template <class Config, int half>
+// Scores, and output half 0.
+template <class Config>
+__device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
+                                               typename Config::Storage& smem) {
+  const int row = tile::fragment_row();
+  const QueryRow row0 = query_row<Config>(params, row), row1 = query_row<Config>(params, row + 8);
+  tile::RingPosition<Config::kStages> ahead, ring;  // of the block whose scores are next, and of the one before
+  uint32_t parity = 0;                              // of the block count: p_full and p_empty complete once a block
+  float s[32], o[128];
+  for (int req = plan.begin_req; req <= plan.end_req; req++) {
+    const Fragment fragment = load_fragment<Config>(params, plan, req);
+    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
+    attention::RowState state0{row0.exists ? attention::kNothing : infinity(), 0.0f};
+    attention::RowState state1{row1.exists ? attention::kNothing : infinity(), 0.0f};
+    float rescale0, rescale1, inv_sum0 = 0.0f, inv_sum1 = 0.0f;
+    uint32_t p[4][4];
+    const auto take_probabilities = [&](int block) {
+      const bool last = block + 1 == fragment.end_block;
+      tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
+      parity ^= 1;
+      attention::pack_probabilities<bf16_t>(s, p);
+      attention::store_probabilities(p, smem_addr(smem.p));
+      ptx::fence_proxy_async();  // wgmma reads P
+      if (last) {
+        state0.sum = tile::quad_sum(state0.sum);
+        state1.sum = tile::quad_sum(state1.sum);
+        inv_sum0 = output_factor(params, state0, row0, fragment.slot);
+        inv_sum1 = output_factor(params, state1, row1, fragment.slot);
+      }
+      if ((threadIdx.x & 3) == 0) {
+        smem.rescale[row] = rescale0;
+        smem.rescale[row + 8] = rescale1;
+        if (last) {
+          smem.inv_sum[row] = inv_sum0;
+          smem.inv_sum[row + 8] = inv_sum1;
+        }
+      }
+      arrive_once_per_warp(smem_addr(&smem.p_full));
+    };
+    const auto add_products = [&](bool first) {
+      attention::start_product<bf16_t>(o, p, smem_addr(smem.k[ring.stage][0]), first);
+    };
+    const auto leave_stage = [&] {
+      ptx::wgmma_wait_group<0>();
+      leave_half<Config>(smem, ring, 0);
+      ring.advance();
+    };
+    int block = fragment.begin_block;
+    if (block < fragment.end_block) {
+      load_query<Config>(params, req, smem);
+      issue_scores<Config>(s, smem, ahead);
+      ptx::wgmma_wait_group<0>();
+      softmax<Config>(params, req, block, row0, row1, smem.valid[ahead.stage], s, state0, state1, rescale0, rescale1);
+      ahead.advance();
+      take_probabilities(block);
+      for (; block + 1 < fragment.end_block; block++) {
+        issue_scores<Config>(s, smem, ahead);
+        add_products(block == fragment.begin_block);
+        ptx::wgmma_wait_group<1>();
+        softmax<Config>(params, req, block + 1, row0, row1, smem.valid[ahead.stage], s, state0, state1, rescale0,
+                        rescale1);
+        ahead.advance();
+        leave_stage();
+        take_probabilities(block + 1);
+        attention::rescale_output(rescale0, rescale1, o);
+      }
+      add_products(block == fragment.begin_block);
+      leave_stage();
+    }
+    store_lse(params, fragment.slot, req, row0, state0);
+    store_lse(params, fragment.slot, req, row1, state1);
+    store_output_row<Config, 0, 0>(params, fragment.slot, req, row, o, inv_sum0);
+    store_output_row<Config, 0, 2>(params, fragment.slot, req, row + 8, o, inv_sum1);
+  }
+}
+
+// Output half 1. What the loop over blocks does not need every time is derived again: registers are scarce.
+template <class Config>
 __device__ __forceinline__ void compute_output(const SparseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> ring;
   uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
-  float o[2][64];       // columns 0-127 and 128-255 of this half
+  float o[128];
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     int block, end_block;
     {
@@ -428,18 +558,18 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
     }
     const bool empty = block == end_block;
     for (bool first = true; block < end_block; block++, first = false) {
-      wait_for_block<Config>(smem, ring);
-      tile::wait(smem_addr(&smem.p_full[half]), parity);
+      wait_for_half<Config>(smem, ring, 1);
+      tile::wait(smem_addr(&smem.p_full), parity);
       parity ^= 1;
-      attention::start_block<bf16_t>(o, smem_addr(smem.p), smem.rescale, smem_addr(smem.k[ring.stage][4 * half]), first,
-                                     [&] {
-                                       // The last block's row factors are kept until inv_sum has been read.
-                                       if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
-                                     });
+      if (!first) {
+        const int row = tile::fragment_row();
+        attention::rescale_output(smem.rescale[row], smem.rescale[row + 8], o);
+      }
+      attention::start_product<bf16_t>(o, smem_addr(smem.p), smem_addr(smem.k[ring.stage][4]), first);
       ptx::wgmma_wait_group<0>();
-      arrive_once_per_warp(smem_addr(&smem.k_empty[ring.stage]));
-      if (Config::kCrossover && tile::lane_id() == 0)
-        ptx::mbarrier_arrive_cluster(ptx::mapa(smem_addr(&smem.k_empty[ring.stage]), ptx::cluster_ctarank() ^ 1));
+      // The last block's row factors are kept until inv_sum has been read.
+      if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
+      leave_half<Config>(smem, ring, 1);
       ring.advance();
     }
     float inv_sum0 = 0.0f, inv_sum1 = 0.0f;
@@ -450,8 +580,8 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
     }
     const int slot = load_fragment<Config>(params, plan, req).slot;
     const int row = tile::fragment_row_again();
-    store_output_row<Config, half, 0>(params, slot, req, row, o, inv_sum0);
-    store_output_row<Config, half, 2>(params, slot, req, row + 8, o, inv_sum1);
+    store_output_row<Config, 1, 0>(params, slot, req, row, o, inv_sum0);
+    store_output_row<Config, 1, 2>(params, slot, req, row + 8, o, inv_sum1);
   }
 }
 
@@ -459,11 +589,13 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
 template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   for (int stage = 0; stage < Config::kStages; stage++) {
-    ptx::mbarrier_init(smem_addr(&smem.k_full[stage]), 4);
-    ptx::mbarrier_init(smem_addr(&smem.k_empty[stage]), 8 * Config::kClusterX);
+    for (int half = 0; half < 2; half++) {
+      ptx::mbarrier_init(smem_addr(&smem.k_full[stage][half]), 4);
+      ptx::mbarrier_init(smem_addr(&smem.k_empty[stage][half]), 4 * Config::kClusterX);
+    }
   }
-  for (int half = 0; half < 2; half++) ptx::mbarrier_init(smem_addr(&smem.p_full[half]), 4);
-  ptx::mbarrier_init(smem_addr(&smem.p_empty), 8);
+  ptx::mbarrier_init(smem_addr(&smem.p_full), 4);
+  ptx::mbarrier_init(smem_addr(&smem.p_empty), 4);
   ptx::fence_mbarrier_init();
 }
 
@@ -491,17 +623,14 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
   const PartPlan& plan = smem.plan;  // read where needed: registers are scarce in every role
   const int group = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   if (group == 0) {
+    ptx::setmaxnreg_inc<Config::kScoreRegisters>();
+    compute_scores<Config>(params, plan, smem);
+  } else if (group == 1) {
+    ptx::setmaxnreg_dec<Config::kOutputRegisters>();
+    compute_output<Config>(params, plan, smem);
+  } else {
     ptx::setmaxnreg_dec<Config::kDequantRegisters>();
     dequantize<Config>(params, plan, smem);
-  } else if (group == 1) {
-    ptx::setmaxnreg_dec<Config::kScoreRegisters>();
-    compute_scores<Config>(params, plan, smem);
-  } else {
-    ptx::setmaxnreg_inc<Config::kOutputRegisters>();
-    if (group == 2)
-      compute_output<Config, 0>(params, plan, smem);
-    else
-      compute_output<Config, 1>(params, plan, smem);
   }
   if constexpr (Config::kCrossover) sync_cluster();  // nothing is on its way to this CTA any more
 }

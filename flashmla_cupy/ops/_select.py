@@ -32,14 +32,15 @@ def select(problem: Problem, device: DeviceInfo) -> KernelSpec:
     Raises UnsupportedError that lists every reason, not just the first.
     """
     try:
-        candidates, reasons = _CHOICES[problem.op]
+        reasons, *candidates = _CHOICES[problem.op]
     except KeyError:
         raise ValueError(f"op: got {problem.op!r}, expected one of {', '.join(_CHOICES)}") from None
     why_not = reasons(problem, device)
     if not why_not:
-        spec = candidates[problem.dtype, problem.d_qk]
-        if selectable(spec):
-            return replace(spec, arch=device.arch)
+        for table in candidates:
+            spec = table[problem.dtype, problem.d_qk]
+            if selectable(spec):
+                return replace(spec, arch=device.arch)
         why_not = [f"{spec.name}: experimental, no record of a passing validation on a GPU vouches for its source"]
     raise UnsupportedError(f"{problem.op}: no kernel for this call on {device.name}", why_not, _NUMPY_WAY_OUT)
 
@@ -54,7 +55,10 @@ def selectable(spec: KernelSpec) -> bool:
 
 @contextlib.contextmanager
 def experimental_kernels() -> Iterator[None]:
-    """Within, `select` also hands out experimental kernels: for what validates and measures them."""
+    """Within, `select` also hands out experimental kernels, and prefers them: for what validates and measures them.
+
+    Calls that were planned before keep their kernels (`dense_decode.clear_plans`).
+    """
     global _experimental_allowed
     before, _experimental_allowed = _experimental_allowed, True
     try:
@@ -69,22 +73,24 @@ def all_specs() -> tuple[KernelSpec, ...]:
     Only what costs time as a run-time argument is compiled in: the element type and the head dimension of q and k.
     Experimental ones have no passing GPU record (tests/records) for their present source.
     """
-    return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(), *_QUANTIZE.values(),
-            *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
+    return (*_DENSE_DECODE.values(), *_OVERLAY_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(),
+            *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
             *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values())
 
 
 _DENSE_DECODE = {
     (dtype, d_qk): KernelSpec("dense_decode", "sm90", (_CPP_TYPES[dtype][0], str(d_qk)),
-                              (_CPP_TYPES[dtype][1], f"d{d_qk}"), "DenseDecodeParams", experimental=True)
+                              (_CPP_TYPES[dtype][1], f"d{d_qk}"), "DenseDecodeParams")
     for dtype in ("bfloat16", "float16") for d_qk in sorted(HEAD_DIMS_QK, reverse=True)
 }
+_OVERLAY_DENSE_DECODE = {  # faster (docs/perf-log.md); takes the other's place once it is validated
+    key: replace(spec, path="overlay_sm90", experimental=True) for key, spec in _DENSE_DECODE.items()
+}
 _COMBINE = {
-    (dtype, 0): KernelSpec("combine", "sm80", (_CPP_TYPES[dtype][0],), (_CPP_TYPES[dtype][1],), "CombineParams",
-                           experimental=True)
+    (dtype, 0): KernelSpec("combine", "sm80", (_CPP_TYPES[dtype][0],), (_CPP_TYPES[dtype][1],), "CombineParams")
     for dtype in ("bfloat16", "float16", "float32")
 }
-_SCHED_META = {("", 0): KernelSpec("sched_meta", "sm80", (), (), "SchedMetaParams", experimental=True)}
+_SCHED_META = {("", 0): KernelSpec("sched_meta", "sm80", (), (), "SchedMetaParams")}
 _QUANTIZE, _DEQUANTIZE = (
     {(dtype, layout.d_qk): KernelSpec("kv_quant", path, (f"kv_format::{layout.name.upper()}", _CPP_TYPES[dtype][0]),
                                       (layout.name, _CPP_TYPES[dtype][1]), "KvQuantParams", experimental=True)
@@ -148,14 +154,14 @@ def _sparse_decode_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
     return reasons
 
 
-_CHOICES = {
-    "dense_decode": (_DENSE_DECODE, _dense_decode_reasons),
-    "combine": (_COMBINE, _combine_reasons),
-    "sched_meta": (_SCHED_META, _sched_meta_reasons),
-    "kv_quant.quantize": (_QUANTIZE, _kv_quant_reasons),
-    "kv_quant.dequantize": (_DEQUANTIZE, _kv_quant_reasons),
-    "kv_quant.token_indices": (_TOKEN_INDICES, _sched_meta_reasons),
-    "sparse_decode.indices": (_SPARSE_DECODE, _sparse_decode_reasons),
-    "sparse_decode.crossover": (_CROSSOVER_DECODE, _sparse_decode_reasons),
-    "sparse_decode.paged": (_PAGED_FP8_DECODE, _sparse_decode_reasons),
+_CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels, the preferred one first
+    "dense_decode": (_dense_decode_reasons, _OVERLAY_DENSE_DECODE, _DENSE_DECODE),
+    "combine": (_combine_reasons, _COMBINE),
+    "sched_meta": (_sched_meta_reasons, _SCHED_META),
+    "kv_quant.quantize": (_kv_quant_reasons, _QUANTIZE),
+    "kv_quant.dequantize": (_kv_quant_reasons, _DEQUANTIZE),
+    "kv_quant.token_indices": (_sched_meta_reasons, _TOKEN_INDICES),
+    "sparse_decode.indices": (_sparse_decode_reasons, _SPARSE_DECODE),
+    "sparse_decode.crossover": (_sparse_decode_reasons, _CROSSOVER_DECODE),
+    "sparse_decode.paged": (_sparse_decode_reasons, _PAGED_FP8_DECODE),
 }

@@ -52,7 +52,7 @@ def attend(
         topk_length: ``(batch,)``; later indices are no keys. Negative counts as 0.
         attn_sink: ``(h_q,)`` logits that enter the denominator of ``out`` once, and not ``lse``.
         extra_k_cache, extra_indices, extra_topk_length: a second cache and selection; attention is over both.
-        mode: ``"rounded"`` rounds dequantized keys to bfloat16, the weights ``exp(score - row maximum)`` to the type of
+        mode: ``"rounded"`` rounds dequantized keys to float32 and then to bfloat16, the weights ``exp(score - row maximum)`` to the type of
             q before they meet the values, and the output: what the best kernel on 16-bit tensor cores could give.
         xp: ``numpy`` or ``cupy``; default by the type of ``q``.
 
@@ -171,7 +171,9 @@ def _keys(cache: Any, slots: Any, d_qk: int, mode: str, xp: Any) -> Any:
         keys[where] = widen(cache[pages, offsets, where[1]])
         return keys
     values = _dequantized(cache, pages, offsets, _FORMATS[d_qk], xp)
-    keys[where] = round_to(values, _KV_DTYPE, xp) if mode == "rounded" else values
+    if mode == "rounded":  # the product of code and scale is a float32 before it is a bfloat16, and a tie shows in lse
+        values = round_to(round_to(values, np.float32, xp), _KV_DTYPE, xp)
+    keys[where] = values
     return keys
 
 

@@ -26,7 +26,7 @@ def encode(
     box: tuple[int, ...],
     *,
     swizzle_bytes: int = 128,
-    l2_promotion: int = 256,
+    l2_promotion: int = 128,
 ) -> np.ndarray:
     """Descriptor of a tiled view of device memory, (128,) uint8, read-only and cached.
 

@@ -38,8 +38,9 @@ def libraries(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def gpu(libraries, monkeypatch):
-    """Memory whose arrays the public API takes for those of a GPU with SMS multiprocessors."""
+def gpu(libraries, monkeypatch, request):
+    """Memory whose arrays the public API takes for those of a GPU with SMS multiprocessors. Param: experimental kernels."""
+    experimental = getattr(request, "param", True)
     memory = simulator.Memory()
     info = DeviceInfo("simulated", (9, 0), "sm_90a", SMS, 232448)
 
@@ -58,7 +59,9 @@ def gpu(libraries, monkeypatch):
     ):
         monkeypatch.setattr(target, name, value)
     dense_decode.clear_plans(), sched_meta._template.cache_clear(), combine._template.cache_clear()
-    with cupy.cuda.using_allocator(memory.alloc), _select.experimental_kernels():
+    with cupy.cuda.using_allocator(memory.alloc), contextlib.ExitStack() as stack:
+        if experimental:
+            stack.enter_context(_select.experimental_kernels())
         yield memory
     dense_decode.clear_plans()
 
@@ -94,6 +97,7 @@ DENSE = {  # lengths, s_q, h_q, h_kv, d_qk, dtype, page size (0: contiguous), ca
 }
 
 
+@pytest.mark.parametrize("gpu", [True, False], indirect=True, ids=["experimental", "selected"])
 @pytest.mark.parametrize("case", DENSE.values(), ids=list(DENSE))
 def test_dense_decode(gpu, case):
     lengths, s_q, h_q, h_kv, d_qk, dtype, page_size, causal = case

@@ -5,11 +5,15 @@ inline void st_shared_v4(uint32_t address, uint4 v) {
   if (address % 16) sim::die("misaligned 16-byte store");
   memcpy(sim::at(address), &v, 16);
 }
-inline uint4 ld_global_nc_v4(const void* address) {
-  if ((uintptr_t)address % 16) sim::die("misaligned 16-byte load");
-  uint4 v;
-  memcpy(&v, address, 16);
+template <class T>
+T load(const void* address) {
+  if ((uintptr_t)address % sizeof(T)) sim::die("misaligned load");
+  T v;
+  memcpy(&v, address, sizeof(T));
   return v;
 }
+inline int32_t ld_global_nc(const int32_t* address) { return load<int32_t>(address); }
+inline uint2 ld_global_nc_v2(const void* address) { return load<uint2>(address); }
+inline uint4 ld_global_nc_v4(const void* address) { return load<uint4>(address); }
 
 }  // namespace flashmla::ptx

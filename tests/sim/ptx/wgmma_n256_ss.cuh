@@ -1,0 +1,2 @@
+#pragma once
+#include "ptx/wgmma.cuh"
