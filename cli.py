@@ -137,8 +137,14 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
             f"[bold yellow]{'No GPU was found' if not force_numpy else 'The GPU is not used'}:[/] checking the NumPy "
             f"backend on the small cases of suite {suite}, and compiling every kernel"
         )
+    chosen, left_out = validation.runnable(ops or checks.OPS, machine)
+    if left_out:
+        message = f"{', '.join(left_out)}: experimental on a GPU, --experimental runs the kernels"
+        if not chosen:
+            raise click.ClickException(message)
+        out.print(f"[yellow]left out: {message}[/]")
     started = time.perf_counter()
-    rows = checks.collect(ops or checks.OPS, suite, machine)
+    rows = checks.collect(chosen, suite, machine)
     try:
         with progress(out, "checks", len(rows)) as advance:
             results = validation.run(rows, machine, lambda result: advance(result.name))

@@ -52,8 +52,9 @@ def attend(
         topk_length: ``(batch,)``; later indices are no keys. Negative counts as 0.
         attn_sink: ``(h_q,)`` logits that enter the denominator of ``out`` once, and not ``lse``.
         extra_k_cache, extra_indices, extra_topk_length: a second cache and selection; attention is over both.
-        mode: ``"rounded"`` rounds dequantized keys to float32 and then to bfloat16, the weights ``exp(score - row maximum)`` to the type of
-            q before they meet the values, and the output: what the best kernel on 16-bit tensor cores could give.
+        mode: ``"rounded"`` rounds dequantized keys to float32 and then to bfloat16, the weights ``exp(score - row
+            maximum)`` to the type of q before they meet the values, and the output: what the best kernel on 16-bit
+            tensor cores could give.
         xp: ``numpy`` or ``cupy``; default by the type of ``q``.
 
     Returns:

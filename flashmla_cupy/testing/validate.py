@@ -34,6 +34,16 @@ class Result:
         return self.message is None
 
 
+def runnable(ops: Iterable[str], machine: Machine) -> tuple[list[str], list[str]]:
+    """(ops that this machine can check now, ops left out because a GPU has experimental kernels alone for them)."""
+    from flashmla_cupy.ops._select import all_specs, selectable
+
+    ops = list(ops)
+    with_kernel = {spec.op for spec in all_specs() if selectable(spec)}
+    left_out = [op for op in ops if machine.gpu and op not in with_kernel]
+    return [op for op in ops if op not in left_out], left_out
+
+
 def run(
     rows: Iterable[checks.Check], machine: Machine, on_result: Callable[[Result], None] = lambda result: None
 ) -> list[Result]:

@@ -39,7 +39,10 @@ def libraries(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def gpu(libraries, monkeypatch, request):
-    """Memory whose arrays the public API takes for those of a GPU with SMS multiprocessors. Param: experimental kernels."""
+    """Memory whose arrays the public API takes for those of a GPU with SMS multiprocessors.
+
+    Param: whether experimental kernels run, by default they do.
+    """
     experimental = getattr(request, "param", True)
     memory = simulator.Memory()
     info = DeviceInfo("simulated", (9, 0), "sm_90a", SMS, 232448)

@@ -155,3 +155,13 @@ def test_schedule_spans():
 def test_unknown_op_is_refused():
     with pytest.raises(ValueError, match="op: got 'sparse'"):
         checks.collect(("sparse",), "smoke", machine.Machine(np, False, "cpu"))
+
+
+def test_a_gpu_checks_no_op_that_has_experimental_kernels_alone(monkeypatch):
+    specs = (replace(SPEC, op="combine"), replace(SPEC, op="kv_quant", experimental=True))
+    monkeypatch.setattr(_select, "all_specs", lambda: specs)
+    gpu, cpu = FakeMachine(np, True, "fake"), FakeMachine(np, False, "fake")
+    assert validate.runnable(("combine", "kv_quant"), gpu) == (["combine"], ["kv_quant"])
+    assert validate.runnable(("combine", "kv_quant"), cpu) == (["combine", "kv_quant"], [])
+    with _select.experimental_kernels():
+        assert validate.runnable(("combine", "kv_quant"), gpu) == (["combine", "kv_quant"], [])
