@@ -129,7 +129,7 @@ def partial_bytes(parts: int, query_heads: int) -> tuple[int, int]:
 
 
 class ParamTemplate:
-    """The bytes of a parameter struct with everything but its pointers filled in."""
+    """The bytes of a parameter struct with everything but its pointers filled in, wherever in it these are."""
 
     def __init__(self, struct_name: str, **fields: Any) -> None:
         dtype = params.STRUCTS[struct_name]
@@ -137,13 +137,26 @@ class ParamTemplate:
         for name, value in fields.items():
             record[name] = value
         self.pointers = [name for name in dtype.names if dtype[name] == np.uint64]
-        first = dtype.fields[self.pointers[0]][1]
-        end = dtype.fields[self.pointers[-1]][1] + 8
-        assert end - first == 8 * len(self.pointers), f"{struct_name}: pointers are not consecutive"
-        data = record.tobytes()
-        self.head, self._tail = data[:first], data[end:]
-        self._pack = struct.Struct(f"<{len(self.pointers)}Q").pack
+        data, end, layout = record.tobytes(), 0, "<"
+        self._parts: list[Any] = []  # bytes between pointers, and places of pointers
+        self._places = []
+        for name in self.pointers:
+            offset = dtype.fields[name][1]
+            if offset > end:
+                layout += f"{offset - end}s"
+                self._parts.append(data[end:offset])
+            layout += "Q"
+            self._places.append(len(self._parts))
+            self._parts.append(0)
+            end = offset + 8
+        self._pack = struct.Struct(f"{layout}{len(data) - end}s").pack
+        self._parts.append(data[end:])
 
     def fill(self, *pointers: int, head: bytes | None = None) -> bytes:
         """The struct with its pointers in order of declaration; `head`: the bytes before them (a tensor map)."""
-        return (self.head if head is None else head) + self._pack(*pointers) + self._tail
+        parts = self._parts.copy()
+        if head is not None:
+            parts[0] = head
+        for place, pointer in zip(self._places, pointers, strict=True):
+            parts[place] = pointer
+        return self._pack(*parts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from flashmla_cupy import kv_format
 from flashmla_cupy.errors import UnsupportedError
 from flashmla_cupy.ops._checks import HEAD_DIM_V, HEAD_DIMS_QK
+from flashmla_cupy.ops._plans import clear_plans
 from flashmla_cupy.runtime.device import DeviceInfo
 from flashmla_cupy.runtime.spec import KernelSpec
 
@@ -55,16 +56,15 @@ def selectable(spec: KernelSpec) -> bool:
 
 @contextlib.contextmanager
 def experimental_kernels() -> Iterator[None]:
-    """Within, `select` also hands out experimental kernels, and prefers them: for what validates and measures them.
-
-    Calls that were planned before keep their kernels (`dense_decode.clear_plans`).
-    """
+    """Within, `select` also hands out experimental kernels, and prefers them: for what validates and measures them."""
     global _experimental_allowed
     before, _experimental_allowed = _experimental_allowed, True
+    clear_plans()  # which hold what was selected before
     try:
         yield
     finally:
         _experimental_allowed = before
+        clear_plans()
 
 
 def all_specs() -> tuple[KernelSpec, ...]:

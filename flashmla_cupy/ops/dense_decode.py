@@ -17,12 +17,10 @@ from flashmla_cupy import backends
 from flashmla_cupy.runtime import params as kernel_params
 from flashmla_cupy.runtime import tensor_map
 
-from . import _checks, _device, combine, sched_meta
+from . import _checks, _device, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem
 from ._select import Problem
 
-_PLANS: dict[tuple, _Plan] = {}
-_MAX_PLANS = 1024
 _MAX_MAPS_PER_PLAN = 512  # caches (layers) that share a plan
 _ARRAYS = ("q", "k_cache", "block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits", "out", "lse",
            "workspace")
@@ -41,7 +39,7 @@ def decode(options: tuple[int, bool, float | None], arrays: tuple) -> tuple[Any,
             return _on_host(options, arrays)
         q = backends.as_device("q", q)
         arrays = (q, *arrays[1:])
-    plan = _PLANS.get((options, *map(_signature, arrays)))
+    plan = _plans.PLANS.get((options, *map(_plans.signature, arrays)))
     device_id = q.data.device_id
     if device_id == _device.current_device():
         return _stage(options, arrays) if plan is None else plan.run(*arrays)
@@ -67,22 +65,6 @@ def mla_workspace_bytes(batch: int, s_q: int, h_q: int, h_kv: int = 1, num_sm_pa
     parts = _checks.check_int("num_sm_parts", num_sm_parts, 1)
     partial_bytes = _device.partial_bytes(parts, s_q * h_q)[1] if parts > 1 else 0
     return partial_bytes + sched_meta.plan_bytes(batch, parts)
-
-
-def clear_plans() -> None:
-    """Forget planned calls, so that the next ones take their kernels anew (after an edit of cuda_src)."""
-    _PLANS.clear()
-
-
-def _signature(x: Any) -> Any:
-    """What a plan depends on of one argument; equal for two arrays that one plan can serve."""
-    if x is None:
-        return None
-    if type(x) is not cupy.ndarray:
-        return type(x)  # never planned: such arrays are staged
-    memory = x.data
-    return x.shape, x.strides, x.dtype, memory.device_id, memory.ptr & 15
-
 
 
 # ---- NumPy backend ----
@@ -118,7 +100,7 @@ def _stage(options: tuple, arrays: tuple) -> tuple[Any, Any]:
              for name, x in zip(_ARRAYS, arrays, strict=True)}
     if any(x is not given for x, given in zip(named.values(), arrays, strict=True)):
         arrays = tuple(named.values())  # as CuPy arrays, the call may be a planned one
-        plan = _PLANS.get((options, *map(_signature, arrays)))
+        plan = _plans.PLANS.get((options, *map(_plans.signature, arrays)))
         if plan is not None:
             return plan.run(*arrays)
     q, k_cache, table, lengths, metadata, num_splits, out, lse, workspace = arrays
@@ -139,9 +121,7 @@ def _stage(options: tuple, arrays: tuple) -> tuple[Any, Any]:
               and (metadata is None or metadata.data.ptr % 16 == 0))
     if usable:
         plan = _Plan(problem, named)
-        if len(_PLANS) >= _MAX_PLANS:
-            _PLANS.clear()
-        _PLANS[(options, *map(_signature, arrays))] = plan
+        _plans.remember((options, *map(_plans.signature, arrays)), plan)
         return plan.run(*arrays)
 
     stream_ptr = _device.current_stream_ptr()
@@ -162,7 +142,7 @@ def _run_staged(options: tuple, named: dict, result_out: Any, result_lse: Any, s
     if not _device.loads_16_bytes(result_out):
         staged["out"] = cupy.empty(result_out.shape, result_out.dtype)
     arrays = tuple(staged.values())
-    plan = _PLANS.get((options, *map(_signature, arrays)))
+    plan = _plans.PLANS.get((options, *map(_plans.signature, arrays)))
     _stage(options, arrays) if plan is None else plan.run(*arrays)
     if staged["out"] is not result_out:
         _device.assign(result_out, staged["out"])

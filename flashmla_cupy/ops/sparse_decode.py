@@ -1,6 +1,8 @@
-"""Decode over the tokens that indices name, and dense decode over an FP8 cache: check -> select -> run.
+"""Decode over the tokens that indices name, and dense decode over an FP8 cache: check -> select -> plan -> launch.
 
-Arguments travel as a dict by the names of flash_mla_with_kvcache, None where the caller gave nothing.
+Arguments travel as a dict by the names of flash_mla_with_kvcache, None where the caller gave nothing. As in
+dense_decode, a call whose arrays can be used as they are is planned once and then only fills in pointers; other arrays
+are staged first.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from flashmla_cupy import backends
 from flashmla_cupy.errors import UnsupportedError
 from flashmla_cupy.runtime import params as kernel_params
 
-from . import _checks, _device, combine, sched_meta
+from . import _checks, _device, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem, SparseDecodeProblem
 from ._select import Problem
 from .sched_meta import KV_BLOCK_TOKENS
@@ -27,6 +29,9 @@ _OUTPUTS = ("out", "lse", "workspace")
 _SCALARS = ("head_dim_v", "causal", "is_fp8_kvcache", "softmax_scale")
 _SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
 _DENSE = ("block_table", "cache_seqlens")
+_KEYS = ("k_cache", "indices", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
+_NO_LISTS = (0,) * 5  # the pointers of _KEYS but the first
+_SCALAR_TYPES = (int, float, bool)
 
 
 def serves(arguments: dict[str, Any]) -> bool:
@@ -40,11 +45,25 @@ def serves(arguments: dict[str, Any]) -> bool:
 
 def decode(arguments: dict[str, Any]) -> tuple[Any, Any]:
     """flash_mla_with_kvcache for the calls that this module serves."""
+    key = _key(arguments)
+    plan = _plans.PLANS.get(key)
+    if plan is not None:
+        device_id = arguments["q"].data.device_id
+        if device_id == _device.current_device():
+            return plan.run(arguments)
+        with _device.on_device(device_id):
+            return plan.run(arguments)
     problem, arrays = prepare(arguments)
     if isinstance(arrays["q"], np.ndarray):
         return _on_host(problem, arrays)
     with _device.on_device(arrays["q"].data.device_id):
-        return _on_gpu(problem, arrays)
+        return _on_gpu(problem, arrays, key, arguments)
+
+
+def _key(arguments: dict[str, Any]) -> tuple:
+    """What a plan depends on: scalars with their types (True is not 1.0), and signatures of the arrays."""
+    values = arguments.values()
+    return "sparse_decode", *((type(x), x) if type(x) in _SCALAR_TYPES else _plans.signature(x) for x in values)
 
 
 def prepare(arguments: dict[str, Any]) -> tuple[DecodeProblem, dict[str, Any]]:
@@ -139,26 +158,24 @@ def _on_host(problem: DecodeProblem, arrays: dict[str, Any]) -> tuple[np.ndarray
     return out, lse
 
 
-# ---- GPU ----
-def _on_gpu(p: DecodeProblem, arrays: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
-    """Stages what the kernel cannot read, plans if there are no metadata, and launches; on q's device, the current."""
-    q, out, lse = arrays["q"], arrays["out"], arrays["lse"]
-    out = cupy.empty(p.out_shape, q.dtype) if out is None else out
-    lse = cupy.empty(p.lse_shape, np.float32) if lse is None else lse
-    if p.nothing_to_attend or 0 in q.shape:
-        _device.assign(out.view(np.uint16), 0)
-        _device.assign(lse, -np.inf)
-        return out, lse
+# ---- staging: what the kernels cannot read as it is ----
+def _on_gpu(p: DecodeProblem, arrays: dict[str, Any], key: tuple, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """Plans, stages and launches, on q's device, the current. key, arguments: of the call as it came."""
     stream_ptr = _device.current_stream_ptr()
     with _device.temporaries(stream_ptr):
-        direct = _device.loads_16_bytes(out)
-        target = out if direct else cupy.empty(p.out_shape, q.dtype)
         staged = {name: _staged(name, x, stream_ptr) for name, x in arrays.items()}
-        _launch(p, staged, target, lse, stream_ptr)
+        out = arrays["out"]
+        if out is not None and not _device.loads_16_bytes(out):
+            staged["out"] = cupy.empty(p.out_shape, out.dtype)
+        plan = _Plan(p, staged)
+        if all(x is arguments[name] for name, x in staged.items()):
+            _plans.remember(key, plan)
+        result = plan.run(staged)
+        if staged["out"] is not out:
+            _device.assign(out, staged["out"])
+            result = out, result[1]
         del staged
-        if not direct:
-            _device.assign(out, target)
-    return out, lse
+    return result
 
 
 def _staged(name: str, x: Any, stream_ptr: int) -> Any:
@@ -179,6 +196,7 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
     return x if usable else _device.contiguous(x, dtype)
 
 
+# ---- plan and launch ----
 def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) -> tuple[int, bool]:
     """The number of SM parts, and whether the plan may split a request; metadata that are given may split any."""
     if metadata is not None:
@@ -196,67 +214,103 @@ def _workspace_bytes(p: DecodeProblem, arrays: dict[str, Any], parts: int) -> in
     return _device.partial_bytes(parts, p.s_q * p.h_q)[1] + plan
 
 
-def _launch(p: DecodeProblem, arrays: dict[str, Any], out: Any, lse: Any, stream_ptr: int) -> None:
-    """Scheduler (without metadata), decode, and combine where something may be split."""
-    q, metadata, num_splits = arrays["q"], arrays["tile_scheduler_metadata"], arrays["num_splits"]
-    device_id = q.data.device_id
-    sparse = isinstance(p, SparseDecodeProblem)
-    head_blocks = -(-(p.h_q if sparse else p.rows) // sched_meta.QUERY_ROWS_PER_BLOCK)
-    # Two head blocks of a token read the same keys: as a cluster, each of their CTAs dequantizes half of them.
-    keys = "paged" if not sparse else "crossover" if head_blocks % 2 == 0 else "indices"
-    kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
-    parts, splits = _parts_and_splits(p, metadata, device_id)
-    workspace, needed = arrays["workspace"], _workspace_bytes(p, arrays, parts)
-    memory = _device.scratch(needed, stream_ptr) if workspace is None else workspace.data
-    o_bytes, plan_offset = _device.partial_bytes(parts, p.s_q * p.h_q)
-    if metadata is None:
-        base = memory.ptr + plan_offset
-        metadata_offset, splits_offset, _ = sched_meta.plan_offsets(p.batch, parts)
-        metadata_ptr, splits_ptr = base + metadata_offset, base + splits_offset
-        lengths_ptr, fixed = (0, planned_tokens(p)) if sparse else (arrays["cache_seqlens"].data.ptr,
-                                                                    -1 if splits else p.max_seqlen)
-        sched_meta.launch_plan(p.batch, parts, lengths_ptr, metadata_ptr, splits_ptr, base, stream_ptr, fixed)
-    else:
-        metadata_ptr, splits_ptr = metadata.data.ptr, num_splits.data.ptr
+class _Plan:
+    """One call worked out but for its pointers: kernels, grids, parameter bytes, workspace layout."""
 
-    sink = arrays.get("attn_sink")
-    pointers = dict(out=out.data.ptr, lse=lse.data.ptr, o_partial=memory.ptr if splits else 0,
-                    lse_partial=memory.ptr + o_bytes if splits else 0, metadata=metadata_ptr,
-                    attn_sink=0 if sink is None else sink.data.ptr)
-    strides = {**_device.element_strides("out", out.strides[:3], out.dtype, "batch token head"),
-               **_device.element_strides("lse", lse.strides, lse.dtype, "batch head token")}
-    magic, shift = kernel_params.divisor(p.h_q)
-    fields = dict(
-        **pointers, **strides, **_device.element_strides("q", q.strides[:3], q.dtype, "batch token head"),
-        q=q.data.ptr, batch=p.batch, s_q=p.s_q, h_q=p.h_q, num_sm_parts=parts, h_q_magic=magic, h_q_shift=shift,
-        scale_log2=p.softmax_scale * math.log2(math.e))
-    if sparse:
-        fields |= _keys("main", arrays["k_cache"], arrays["indices"], arrays["topk_length"])
-        fields |= _keys("extra", arrays["extra_k_cache"], arrays["extra_indices"], arrays["extra_topk_length"])
-    else:
-        table = arrays["block_table"]
-        fields |= _cache("main", arrays["k_cache"])
-        fields |= dict(block_table=0 if table is None else table.data.ptr,
-                       block_table_stride=0 if table is None else table.strides[0] // 4,
-                       cache_seqlens=arrays["cache_seqlens"].data.ptr, causal=p.causal, max_seqlen=p.max_seqlen)
-    grid = (head_blocks, p.s_q if sparse else 1, parts)
-    kernel.launch(grid, _record("SparseDecodeParams", fields), pdl=True, stream_ptr=stream_ptr)
-    if splits:
-        warps = combine.warps_per_row(parts / p.batch)
-        fields = dict(**pointers, **strides, num_splits=splits_ptr, batch=p.batch, s_q=p.s_q, heads_per_kv=p.h_q,
-                      h_kv=1, num_sm_parts=parts, d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
-        merge = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
-        merge.launch(combine.grid(p.s_q * p.h_q, min(parts - 1, p.batch), 1, warps), _record("CombineParams", fields),
-                     pdl=True, stream_ptr=stream_ptr)
+    def __init__(self, p: DecodeProblem, arrays: dict[str, Any]) -> None:
+        """`arrays`: the call's arguments by name, checked and directly usable, all on the current device."""
+        q, metadata, out, lse = (arrays[name] for name in ("q", "tile_scheduler_metadata", "out", "lse"))
+        device_id, self.problem, self.dtype = q.data.device_id, p, q.dtype
+        self.empty = p.nothing_to_attend or 0 in q.shape
+        if self.empty:
+            return
+        self.sparse = isinstance(p, SparseDecodeProblem)
+        self.parts, self.splits = _parts_and_splits(p, metadata, device_id)
+        self.plans_inside = metadata is None
+        self.o_bytes, self.plan_offset = _device.partial_bytes(self.parts, p.s_q * p.h_q)
+        self.total_bytes = _workspace_bytes(p, arrays, self.parts)
+        self.fixed_seqlen = planned_tokens(p) if self.sparse else -1 if self.splits else p.max_seqlen
+
+        head_blocks = -(-(p.h_q if self.sparse else p.rows) // sched_meta.QUERY_ROWS_PER_BLOCK)
+        # Two head blocks of a token read the same keys: as a cluster, each of their CTAs dequantizes half of them.
+        keys = "paged" if not self.sparse else "crossover" if head_blocks % 2 == 0 else "indices"
+        self.kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
+        self.grid = (head_blocks, p.s_q if self.sparse else 1, self.parts)
+        float32 = np.dtype(np.float32)
+        out_strides = _device.strides_of(out, p.out_shape, q.dtype)[:3]
+        strides = {**_device.element_strides("out", out_strides, q.dtype, "batch token head"),
+                   **_device.element_strides("lse", _device.strides_of(lse, p.lse_shape, float32), float32,
+                                             "batch head token")}
+        sizes = dict(batch=p.batch, s_q=p.s_q, num_sm_parts=self.parts)
+        magic, shift = kernel_params.divisor(p.h_q)
+        fields = dict(**strides, **sizes, **_device.element_strides("q", q.strides[:3], q.dtype, "batch token head"),
+                      h_q=p.h_q, h_q_magic=magic, h_q_shift=shift, scale_log2=p.softmax_scale * math.log2(math.e))
+        if self.sparse:
+            fields |= _keys("main", arrays["k_cache"], arrays["indices"])
+            fields |= _keys("extra", arrays["extra_k_cache"], arrays["extra_indices"])
+        else:
+            table = arrays["block_table"]
+            fields |= dict(_cache("main", arrays["k_cache"]), causal=p.causal, max_seqlen=p.max_seqlen,
+                           block_table_stride=0 if table is None else table.strides[0] // 4)
+        self.params = _device.ParamTemplate("SparseDecodeParams", **fields)
+        if self.splits:
+            warps = combine.warps_per_row(self.parts / p.batch)
+            self.combine = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
+            self.combine_grid = combine.grid(p.s_q * p.h_q, min(self.parts - 1, p.batch), 1, warps)
+            self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, heads_per_kv=p.h_q, h_kv=1,
+                                                        d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
+
+    def run(self, arrays: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
+        """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for."""
+        p, out, lse = self.problem, arrays["out"], arrays["lse"]
+        if out is None:
+            out = cupy.empty(p.out_shape, self.dtype)
+        if lse is None:
+            lse = cupy.empty(p.lse_shape, np.float32)
+        if self.empty:
+            _device.assign(out.view(np.uint16), 0)
+            _device.assign(lse, -np.inf)
+            return out, lse
+
+        stream_ptr = _device.current_stream_ptr()
+        workspace = arrays["workspace"]
+        memory = _device.scratch(self.total_bytes, stream_ptr) if workspace is None else workspace.data
+        o_partial, lse_partial = (memory.ptr, memory.ptr + self.o_bytes) if self.splits else (0, 0)
+        lengths_ptr = 0 if self.sparse else arrays["cache_seqlens"].data.ptr
+        if self.plans_inside:
+            base = memory.ptr + self.plan_offset
+            metadata_offset, splits_offset, _ = sched_meta.plan_offsets(p.batch, self.parts)
+            metadata_ptr, splits_ptr = base + metadata_offset, base + splits_offset
+            sched_meta.launch_plan(p.batch, self.parts, lengths_ptr, metadata_ptr, splits_ptr, base, stream_ptr,
+                                   self.fixed_seqlen)
+        else:
+            metadata_ptr, splits_ptr = arrays["tile_scheduler_metadata"].data.ptr, arrays["num_splits"].data.ptr
+
+        out_ptr, lse_ptr = out.data.ptr, lse.data.ptr
+        if self.sparse:
+            keys, sink_ptr, table_ptr = (_pointer(arrays[name]) for name in _KEYS), _pointer(arrays["attn_sink"]), 0
+        else:
+            keys, sink_ptr, table_ptr = (arrays["k_cache"].data.ptr, *_NO_LISTS), 0, _pointer(arrays["block_table"])
+        params = self.params.fill(*keys, arrays["q"].data.ptr, out_ptr, lse_ptr, o_partial, lse_partial, metadata_ptr,
+                                  sink_ptr, table_ptr, lengths_ptr)
+        self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
+        if self.splits:
+            params = self.combine_params.fill(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, splits_ptr,
+                                              sink_ptr)
+            self.combine.launch(self.combine_grid, params, pdl=True, stream_ptr=stream_ptr)
+        return out, lse
 
 
-def _keys(prefix: str, cache: Any, indices: Any, lengths: Any) -> dict[str, int]:
-    """The fields of a SparseKeys member; all zero where there is no such list."""
+def _pointer(x: Any) -> int:
+    return 0 if x is None else x.data.ptr
+
+
+def _keys(prefix: str, cache: Any, indices: Any) -> dict[str, int]:
+    """The fields of a SparseKeys member but for its pointers; all zero where there is no such list."""
     if cache is None:
         return {}
-    fields = dict(
-        indices=indices.data.ptr, topk_length=0 if lengths is None else lengths.data.ptr, topk=indices.shape[-1],
-        indices_stride_batch=indices.strides[0] // 4, indices_stride_token=indices.strides[1] // 4)
+    fields = dict(topk=indices.shape[-1], indices_stride_batch=indices.strides[0] // 4,
+                  indices_stride_token=indices.strides[1] // 4)
     return _cache(prefix, cache) | {f"{prefix}.{name}": value for name, value in fields.items()}
 
 
@@ -264,12 +318,5 @@ def _cache(prefix: str, cache: Any) -> dict[str, int]:
     """The fields of a SparseKeys member about the cache."""
     pages, page_size = cache.shape[:2]
     magic, shift = kernel_params.divisor(max(page_size, 1))
-    return {f"{prefix}.cache": cache.data.ptr, f"{prefix}.page_stride": cache.strides[0], f"{prefix}.num_pages": pages,
-            f"{prefix}.page_size": page_size, f"{prefix}.page_size_magic": magic, f"{prefix}.page_size_shift": shift}
-
-
-def _record(struct_name: str, fields: dict[str, Any]) -> bytes:
-    record = kernel_params.new(struct_name)
-    for name, value in fields.items():
-        record[name] = value
-    return record.tobytes()
+    return {f"{prefix}.page_stride": cache.strides[0], f"{prefix}.num_pages": pages, f"{prefix}.page_size": page_size,
+            f"{prefix}.page_size_magic": magic, f"{prefix}.page_size_shift": shift}

@@ -177,7 +177,7 @@ def graph_lengths(machine: Machine) -> Errors:
 
 def repetition(machine: Machine, pdl: bool, iterations: int = 10_000) -> Errors:
     """decode, combine, a user's kernel that reads and wipes the output, again: the same bits every time."""
-    from flashmla_cupy.ops.dense_decode import clear_plans
+    from flashmla_cupy.ops._plans import clear_plans
     from flashmla_cupy.runtime import compile as runtime_compile
     from flashmla_cupy.runtime import env
 

@@ -309,7 +309,7 @@ def repetition(machine: Machine, pdl: bool, iterations: int = 10_000) -> Errors:
 @contextlib.contextmanager
 def _pdl(on: bool) -> Iterator[None]:
     """Kernels read the variable when they are loaded."""
-    from flashmla_cupy.ops.dense_decode import clear_plans
+    from flashmla_cupy.ops._plans import clear_plans
     from flashmla_cupy.runtime import compile as runtime_compile
     from flashmla_cupy.runtime import env
 

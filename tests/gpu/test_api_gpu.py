@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flashmla_cupy import CaptureError, flash_mla_with_kvcache, get_mla_metadata, merge_states
-from flashmla_cupy.ops import dense_decode
+from flashmla_cupy.ops import _plans
 from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 from flashmla_cupy.reference import sched_meta as reference_plan
 from flashmla_cupy.reference.dense_decode import attend
@@ -179,7 +179,7 @@ def test_capture_converts_device_integers_but_refuses_host_ones(x):
 def test_a_first_call_inside_a_capture_says_what_to_do(x):
     from flashmla_cupy.runtime import compile as kernel_compile
 
-    kernel_compile.forget(), dense_decode.clear_plans()
+    kernel_compile.forget(), _plans.clear_plans()
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
     with stream:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flashmla_cupy.ops import _device, _select, combine, dense_decode, sched_meta
+from flashmla_cupy.ops import _device, _plans, _select, combine, sched_meta
 from flashmla_cupy.runtime import params, tensor_map
 from flashmla_cupy.runtime.device import DeviceInfo
 
@@ -134,7 +134,7 @@ def gpu(monkeypatch) -> FakeGpu:
         (cupy.cuda, "malloc_async", fake.graph_alloc),
     ):
         monkeypatch.setattr(target, name, value)
-    dense_decode.clear_plans(), sched_meta._template.cache_clear(), combine._template.cache_clear()
+    _plans.clear_plans(), sched_meta._template.cache_clear(), combine._template.cache_clear()
     with cupy.cuda.using_allocator(fake.alloc), _select.experimental_kernels():
         yield fake
-    dense_decode.clear_plans()
+    _plans.clear_plans()

@@ -13,7 +13,7 @@ import pytest
 from fake_gpu import BF16, STREAM, FakeGpu, gpu  # noqa: F401
 
 from flashmla_cupy import flash_mla_with_kvcache, get_mla_metadata, merge_states
-from flashmla_cupy.ops import _device, combine, dense_decode, sched_meta
+from flashmla_cupy.ops import _device, _plans, combine, sched_meta
 from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 
 DENSE = "dense_decode.overlay_sm90"  # what `select` prefers among experimental kernels
@@ -196,7 +196,7 @@ def test_other_integers_are_converted_on_the_device(gpu, name, make):
         assert kind == "copy" and source is arguments[name] and copy.dtype == np.int32 and copy.flags.c_contiguous
         field = {"tile_scheduler_metadata": "metadata"}.get(name, name)
         assert (merge if name == "num_splits" else decode).params[field] == copy.data.ptr
-    assert len(dense_decode._PLANS) == 1
+    assert len(_plans.PLANS) == 1
 
 
 def test_block_table_slice_is_read_in_place(gpu):
@@ -237,7 +237,7 @@ def test_arrays_of_other_libraries_use_the_plan_of_cupy_arrays(gpu, monkeypatch)
     out, lse = flash_mla_with_kvcache(**foreign)
     assert out is arguments["out"] and type(lse) is cupy.ndarray
     flash_mla_with_kvcache(**foreign), flash_mla_with_kvcache(**arguments)
-    assert len(dense_decode._PLANS) == 1 and len(gpu.launches) == 6
+    assert len(_plans.PLANS) == 1 and len(gpu.launches) == 6
     assert all(launch.params["out"] == out.data.ptr for launch in gpu.launches)
 
 
@@ -262,17 +262,17 @@ def test_a_planned_call_reuses_plan_and_tensor_map(gpu):
     layers = [arguments["k_cache"], gpu.array((40, 64, 1, 576))]
     for layer in layers * 3:
         flash_mla_with_kvcache(**dict(arguments, k_cache=layer))
-    assert len(dense_decode._PLANS) == 1 and len(gpu.maps) == 2
+    assert len(_plans.PLANS) == 1 and len(gpu.maps) == 2
     assert [bytes(launch.params["k_map"])[0] for launch in gpu.launches if launch.name == DECODE] == [1, 2] * 3
 
 
 def test_the_plan_cache_is_bounded_and_can_be_cleared(gpu, monkeypatch):
-    monkeypatch.setattr(dense_decode, "_MAX_PLANS", 4)
+    monkeypatch.setattr(_plans, "MAX_PLANS", 4)
     for width in range(2, 20):
         flash_mla_with_kvcache(**gpu.decode(width=width))
-    assert 0 < len(dense_decode._PLANS) <= 4
-    dense_decode.clear_plans()
-    assert not dense_decode._PLANS
+    assert 0 < len(_plans.PLANS) <= 4
+    _plans.clear_plans()
+    assert not _plans.PLANS
 
 
 def test_a_hit_does_not_skip_checks_of_equal_looking_arguments(gpu):
@@ -285,7 +285,7 @@ def test_a_hit_does_not_skip_checks_of_equal_looking_arguments(gpu):
     gpu.events.clear()
     flash_mla_with_kvcache(**arguments, causal=np.True_, softmax_scale=np.float32(1))
     flash_mla_with_kvcache(**arguments, causal=True, softmax_scale=1)
-    assert len(dense_decode._PLANS) == 1 and len(gpu.launches) == 6
+    assert len(_plans.PLANS) == 1 and len(gpu.launches) == 6
 
 
 def test_capture_takes_memory_from_the_graph(gpu):
@@ -395,7 +395,7 @@ def test_host_time_of_a_planned_call(gpu):
     arguments = gpu.decode(**gpu.metadata(), out=gpu.array((2, 1, 16, 512)), lse=gpu.array((2, 16, 1), np.float32))
     arguments["workspace"] = gpu.array((mla_workspace_bytes(2, 1, 16),), np.uint8)
     flash_mla_with_kvcache(**arguments)
-    (plan,) = dense_decode._PLANS.values()
+    (plan,) = _plans.PLANS.values()
     plan.kernel = plan.combine = Null()
     best = math.inf
     for _ in range(5):

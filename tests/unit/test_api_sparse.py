@@ -11,6 +11,8 @@ from test_api_errors import META, Host, fails
 
 from flashmla_cupy import UnsupportedError, flash_mla_with_kvcache, get_mla_metadata, merge_states
 from flashmla_cupy.kv_format import D512, V32
+from flashmla_cupy.ops import _plans
+from flashmla_cupy.ops import sparse_decode as sparse_decode_op
 from flashmla_cupy.reference import kv_quant, sched_meta, sparse_decode
 from flashmla_cupy.reference._numerics import cast
 
@@ -277,6 +279,43 @@ def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
     assert p["o_partial"] == merge.params["o_partial"] != 0 and p["out"] == merge.params["out"] == out.data.ptr
     assert p["lse"] == lse.data.ptr and merge.params["heads_per_kv"] == h_q and merge.params["h_kv"] == 1
     assert merge.grid[1] == min(parts - 1, batch)
+
+
+@pytest.mark.parametrize("make", [sparse, lambda gpu: sparse(gpu, extra=True, h_q=128), dense_fp8],
+                         ids=["indices", "crossover, two lists", "dense"])
+def test_a_call_like_an_earlier_one_only_fills_in_pointers(gpu, monkeypatch, make):
+    arguments, others = make(gpu), make(gpu)
+    flash_mla_with_kvcache(**arguments)
+    first = gpu.take()
+    assert len(_plans.PLANS) == 1
+    monkeypatch.setattr(sparse_decode_op, "prepare", lambda arguments: pytest.fail("checked again"))
+    flash_mla_with_kvcache(**others)
+    second = gpu.take()
+    for one, two in zip(first, second, strict=True):
+        assert one.name == two.name and one.grid == two.grid
+        for name in one.params.dtype.names:
+            is_pointer = one.params.dtype[name] == np.uint64
+            assert (one.params[name] == two.params[name]) or is_pointer, name
+    (decode,) = (launch for launch in second if launch.name.startswith("sparse_decode"))
+    assert decode.params["q"] == others["q"].data.ptr and decode.params["main.cache"] == others["k_cache"].data.ptr
+    if others.get("extra_indices") is not None:
+        assert decode.params["extra.indices"] == others["extra_indices"].data.ptr
+
+
+def test_arrays_that_must_be_staged_are_not_planned(gpu):
+    flash_mla_with_kvcache(**sparse(gpu, q=gpu.array((2, 1, 16, 576), offset_bytes=2)))
+    flash_mla_with_kvcache(**sparse(gpu, topk_length=np.array([3, 4], np.int32)))
+    assert not _plans.PLANS
+
+
+def test_a_plan_does_not_excuse_wrong_scalars(gpu):
+    arguments = sparse(gpu)
+    flash_mla_with_kvcache(**arguments)
+    for name, value, error in (("head_dim_v", 512.0, TypeError), ("is_fp8_kvcache", 1, TypeError),
+                               ("causal", 0, TypeError), ("softmax_scale", [0.1], TypeError),
+                               ("softmax_scale", float("nan"), ValueError)):
+        with pytest.raises(error, match=name):
+            flash_mla_with_kvcache(**{**arguments, name: value})
 
 
 def test_without_an_extra_cache_its_fields_are_zero(gpu):

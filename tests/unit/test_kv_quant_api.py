@@ -149,12 +149,13 @@ def test_token_indices_refuses(arguments, error, message):
 
 # ---- on a GPU that is not there
 def test_experimental_kernels_are_refused_with_a_reason(gpu, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(_select, "_experimental_allowed", False)
-    for call in (lambda: flashmla_cupy.quantize_kv_cache(gpu.array((2, 4, 1, 576))),
-                 lambda: flashmla_cupy.dequantize_kv_cache(gpu.array((2, 4, 1, 656), np.uint8)),
-                 lambda: flashmla_cupy.token_indices(gpu.array((2, 4), np.int32), gpu.array((2, 4), np.int32), 64)):
-        with pytest.raises(UnsupportedError, match="kv_quant.*experimental.*NumPy"):
-            call()
+    with monkeypatch.context() as patch:  # undone before the fixture's own context
+        patch.setattr(_select, "_experimental_allowed", False)
+        for call in (lambda: flashmla_cupy.quantize_kv_cache(gpu.array((2, 4, 1, 576))),
+                     lambda: flashmla_cupy.dequantize_kv_cache(gpu.array((2, 4, 1, 656), np.uint8)),
+                     lambda: flashmla_cupy.token_indices(gpu.array((2, 4), np.int32), gpu.array((2, 4), np.int32), 64)):
+            with pytest.raises(UnsupportedError, match="kv_quant.*experimental.*NumPy"):
+                call()
     assert gpu.events == []
 
 

@@ -17,7 +17,7 @@ import simulator  # noqa: E402
 
 from flashmla_cupy import flash_mla_with_kvcache, get_mla_metadata, merge_states  # noqa: E402
 from flashmla_cupy.kv_format import D512, V32  # noqa: E402
-from flashmla_cupy.ops import _device, _select, combine, dense_decode, sched_meta  # noqa: E402
+from flashmla_cupy.ops import _device, _plans, _select, combine, sched_meta  # noqa: E402
 from flashmla_cupy.reference import combine as reference_combine  # noqa: E402
 from flashmla_cupy.reference import dense_decode as reference_dense  # noqa: E402
 from flashmla_cupy.reference import kv_quant, sparse_decode  # noqa: E402
@@ -61,12 +61,12 @@ def gpu(libraries, monkeypatch, request):
         (kernel_compile, "get_kernel", lambda spec: simulator.kernel(spec, libraries)),
     ):
         monkeypatch.setattr(target, name, value)
-    dense_decode.clear_plans(), sched_meta._template.cache_clear(), combine._template.cache_clear()
+    _plans.clear_plans(), sched_meta._template.cache_clear(), combine._template.cache_clear()
     with cupy.cuda.using_allocator(memory.alloc), contextlib.ExitStack() as stack:
         if experimental:
             stack.enter_context(_select.experimental_kernels())
         yield memory
-    dense_decode.clear_plans()
+    _plans.clear_plans()
 
 
 def normal(rng, shape, dtype):

@@ -1,0 +1,34 @@
+"""Planned calls: what a call needs beyond its pointers, kept by everything about its arguments that this depends on.
+
+A plan is made once per (shapes, strides, types, alignment, devices) and serves every later call that has the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+
+MAX_PLANS = 1024
+PLANS: dict[tuple, Any] = {}
+
+
+def signature(x: Any) -> Any:
+    """What a plan depends on of one argument; equal for two arrays that one plan can serve."""
+    if x is None:
+        return None
+    if type(x) is not cupy.ndarray:
+        return type(x)  # never planned: such arrays are staged
+    memory = x.data
+    return x.shape, x.strides, x.dtype, memory.device_id, memory.ptr & 15
+
+
+def remember(key: tuple, plan: Any) -> None:
+    if len(PLANS) >= MAX_PLANS:
+        PLANS.clear()
+    PLANS[key] = plan
+
+
+def clear_plans() -> None:
+    """Forget planned calls, so that the next ones take their kernels anew (after an edit of cuda_src)."""
+    PLANS.clear()
