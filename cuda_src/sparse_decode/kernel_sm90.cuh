@@ -106,82 +106,106 @@ __device__ __forceinline__ Fragment load_fragment(const SparseDecodeParams& para
 }
 
 // ---- dequantize -------------------------------------------------------------------------------------------------
-// Walks over the blocks of this CTA, in order, across requests.
-template <class Config>
-struct BlockCursor {
-  const SparseDecodeParams& params;
-  const PartPlan& plan;
-  int req, block, end_block;
-  int main_length, extra_length;  // sparse: entries of the two lists
-
-  __device__ __forceinline__ BlockCursor(const SparseDecodeParams& params, const PartPlan& plan)
-      : params(params), plan(plan), req(plan.begin_req - 1), block(0), end_block(0) {
-    skip_finished();
-  }
-  __device__ __forceinline__ bool at_end() const { return req > plan.end_req; }
-  __device__ __forceinline__ void next() {
-    block++;
-    skip_finished();
-  }
-  __device__ __forceinline__ void skip_finished() {
-    while (block >= end_block && ++req <= plan.end_req) {
-      const Fragment fragment = load_fragment<Config>(params, plan, req);
-      block = fragment.begin_block;
-      end_block = fragment.end_block;
-      if constexpr (Config::kPaged) continue;
-      main_length = list_length(params.main, req);
-      extra_length = list_length(params.extra, req);
-    }
-  }
-};
+// Loads are unconditional, for a value that is loaded or else something is loaded elsewhere and moved, which waits for it:
+// what does not exist is read here.
+__device__ const int32_t kNoIndex[1] = {-1};
+__device__ const uint4 kNoToken[41] = {};  // 656 zero bytes: codes, scales and RoPE of a token that becomes zeros
 
 // What names a token: its index (sparse) or page (paged), negative if there is none. It is loaded a block before it is
 // looked at, so that nothing waits for it.
 struct TokenName {
   int32_t index;
-  int32_t detail;  // sparse: 1 for the extra list; paged: the place in the page
+  int32_t detail;   // sparse: 1 for the extra list; paged: the place in the page, negative if there is no token
+  int32_t request;  // paged: the page of a contiguous cache
 };
-template <class Config>
-__device__ __forceinline__ TokenName load_name(const BlockCursor<Config>& at, int in_block) {
-  const SparseDecodeParams& params = at.params;
-  if (at.at_end()) return {-1, 0};
-  if constexpr (Config::kPaged) {
-    const int position = at.block * attention::kKvBlock + in_block;
-    if (position >= load_seqlen(params, at.req)) return {-1, 0};
-    const int entry = divide_by_magic(position, params.main.page_size_magic, params.main.page_size_shift);
-    const int place = position - entry * params.main.page_size;
-    if (params.block_table == nullptr) return {at.req, place};
-    return {ptx::ld_global_nc(params.block_table + at.req * params.block_table_stride + entry), place};
-  } else {
-    const int main_blocks = ceil_div(at.main_length, attention::kKvBlock);
-    const bool extra = at.block >= main_blocks;
-    const SparseKeys& keys = extra ? params.extra : params.main;
-    const int entry = (extra ? at.block - main_blocks : at.block) * attention::kKvBlock + in_block;
-    if (entry >= (extra ? at.extra_length : at.main_length)) return {-1, 0};
-    return {ptx::ld_global_nc(keys.indices + at.req * keys.indices_stride_batch +
-                              blockIdx.y * keys.indices_stride_token + entry),
-            extra};
-  }
-}
 
-// Where a token's codes and scales lie; row null: the token does not exist and is not read.
+// Walks over the blocks of this CTA, in order, across requests, with one token of each block for every lane.
+template <class Config>
+struct TokenCursor {
+  const SparseDecodeParams& params;
+  const PartPlan& plan;
+  const int in_block;  // this lane's token
+  int req, block, end_block;
+  int main_blocks;       // sparse: the blocks before the extra list
+  const int32_t* entry;  // sparse: this lane's entry of the list
+  int left;              // sparse: entries of the list from that one on; paged: tokens of the request
+
+  __device__ __forceinline__ TokenCursor(const SparseDecodeParams& params, const PartPlan& plan, int in_block)
+      : params(params), plan(plan), in_block(in_block), req(plan.begin_req - 1) {
+    next_request();
+  }
+  __device__ __forceinline__ bool at_end() const { return req > plan.end_req; }
+  __device__ __forceinline__ bool in_extra() const { return !Config::kPaged && block >= main_blocks; }
+  __device__ __forceinline__ void next() {
+    block++;
+    if (block >= end_block) {
+      next_request();
+    } else if (!Config::kPaged) {
+      entry += attention::kKvBlock;
+      left -= attention::kKvBlock;
+      if (block == main_blocks) enter_list();
+    }
+  }
+  __device__ __forceinline__ void next_request() {
+    while (++req <= plan.end_req) {
+      const Fragment fragment = load_fragment<Config>(params, plan, req);
+      block = fragment.begin_block;
+      end_block = fragment.end_block;
+      main_blocks = fragment.main_blocks;
+      if (block < end_block) break;
+    }
+    if (at_end()) return;
+    if constexpr (Config::kPaged)
+      left = load_seqlen(params, req);
+    else
+      enter_list();
+  }
+  __device__ __forceinline__ void enter_list() {
+    const SparseKeys& keys = in_extra() ? params.extra : params.main;
+    const int first = (block - (in_extra() ? main_blocks : 0)) * attention::kKvBlock + in_block;
+    entry = keys.indices + req * keys.indices_stride_batch + blockIdx.y * keys.indices_stride_token + first;
+    left = list_length(keys, req) - first;
+  }
+  __device__ __forceinline__ TokenName load_name() const {
+    const int32_t* at = kNoIndex;
+    if constexpr (Config::kPaged) {
+      const int position = block * attention::kKvBlock + in_block;
+      const int page = divide_by_magic(position, params.main.page_size_magic, params.main.page_size_shift);
+      const bool exists = !at_end() && position < left;
+      if (exists && params.block_table != nullptr) at = params.block_table + req * params.block_table_stride + page;
+      return {ptx::ld_global_nc(at), exists ? position - page * params.main.page_size : -1, req};
+    } else {
+      if (!at_end() && left > 0) at = entry;
+      return {ptx::ld_global_nc(at), in_extra(), 0};
+    }
+  }
+};
+
+// Where a token's codes and scales lie; in kNoToken if it does not exist.
 struct TokenAddress {
   const uint8_t* row;
   const uint8_t* scales;
+  __device__ __forceinline__ bool exists() const { return row != reinterpret_cast<const uint8_t*>(kNoToken); }
 };
 template <class Config>
-__device__ __forceinline__ TokenAddress locate(const SparseDecodeParams& params, TokenName name) {
+__device__ __forceinline__ TokenAddress locate(const SparseKeys& keys, int page, int place) {
   using Format = typename Config::Format;
-  if (name.index < 0) return {nullptr, nullptr};
-  const SparseKeys& keys = !Config::kPaged && name.detail ? params.extra : params.main;
-  int page = name.index, place = name.detail;
-  if constexpr (!Config::kPaged) {
-    page = divide_by_magic(name.index, keys.page_size_magic, keys.page_size_shift);
-    place = name.index - page * keys.page_size;
-  }
-  if (page >= keys.num_pages) return {nullptr, nullptr};
+  const uint8_t* none = reinterpret_cast<const uint8_t*>(kNoToken);
+  if (page < 0 || page >= keys.num_pages || place < 0) return {none, none};
   const uint8_t* start = keys.cache + page * keys.page_stride;
   return {start + Format::row_offset(place), start + Format::scale_offset(place, keys.page_size)};
+}
+template <class Config>
+__device__ __forceinline__ TokenAddress locate(const SparseKeys& keys, int index) {
+  const int page = divide_by_magic(max(index, 0), keys.page_size_magic, keys.page_size_shift);
+  return locate<Config>(keys, index < 0 ? -1 : page, index - page * keys.page_size);
+}
+template <class Config>
+__device__ __forceinline__ TokenAddress locate(const SparseDecodeParams& params, const TokenName& name) {
+  if constexpr (Config::kPaged)
+    return locate<Config>(params.main, params.block_table == nullptr ? name.request : name.index, name.detail);
+  if (name.detail) return locate<Config>(params.extra, name.index);
+  return locate<Config>(params.main, name.index);
 }
 
 // What lane `lane` holds.
@@ -212,21 +236,17 @@ struct RawHalf {
 
   __device__ __forceinline__ void load(const TokenAddress& at, int half) {
     const int j = tile::lane_id() % 8;
-    codes[0] = codes[1] = rope = make_uint4(0, 0, 0, 0);
-    scales = make_uint2(0, 0);
-    if (at.row == nullptr) return;
 #pragma unroll
-    for (int g = 0; g < 2; g++) {
-      const int chunk = 16 * half + 8 * g + j;
-      if (16 * half + 8 * g + 8 <= kChunks || chunk < kChunks) codes[g] = ptx::ld_global_nc_v4(at.row + 16 * chunk);
-    }
+    for (int g = 0; g < 2; g++)  // past the last chunk this reads RoPE, which is not stored
+      codes[g] = ptx::ld_global_nc_v4(at.row + 16 * (16 * half + 8 * g + j));
     if (half == 1) rope = ptx::ld_global_nc_v4(at.row + Format::kRopeOffset + 16 * j);
-    const uint8_t* first_scale = (Format::kScalesInRow ? at.row + Format::kNope : at.scales) + (Format::kUe8m0 ? 4 : 8) * half;
+    const uint8_t* scales_at = (Format::kScalesInRow ? at.row + Format::kNope : at.scales) + (Format::kUe8m0 ? 4 : 8) * half;
     if constexpr (Format::kUe8m0)
-      scales.x = ptx::ld_global_nc(reinterpret_cast<const int32_t*>(first_scale));
+      scales.x = ptx::ld_global_nc(reinterpret_cast<const int32_t*>(scales_at));
     else
-      scales = ptx::ld_global_nc_v2(first_scale);
+      scales = ptx::ld_global_nc_v2(scales_at);
   }
+  static_assert(16 * 32 <= Format::kRowBytes, "all chunks of both halves lie in the row");
 
   // Of this lane's chunk g.
   __device__ __forceinline__ float scale(int g) const {
@@ -239,8 +259,8 @@ struct RawHalf {
     }
   }
 
-  // The token's row of this half's tiles: put(address, 16 bytes). A token that does not exist becomes zeros, for 0 x
-  // anything must stay 0.
+  // The token's row of this half's tiles: put(address, 16 bytes). A token that does not exist is zeros, for 0 x anything
+  // must stay 0.
   template <class Put>
   __device__ __forceinline__ void store(uint32_t tiles, int token, int half, Put put) const {
     const int j = tile::lane_id() % 8;
@@ -264,7 +284,8 @@ struct RawHalf {
   }
 };
 
-// The blocks of this CTA in order, half 1 of all tokens before half 0: as the stage is left. What is converted was loaded kAhead steps before, and its index a block before that.
+// The blocks of this CTA in order, half 1 of all tokens before half 0: as the stage is left. What is converted was loaded
+// kAhead steps before, and its index a block before that.
 template <class Config>
 __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, const PartPlan& plan,
                                            typename Config::Storage& smem) {
@@ -273,18 +294,18 @@ __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, con
   constexpr int kRounds = kTokensOfAWarp / 4;  // four tokens at a time, one for each group of eight lanes
   constexpr int kAhead = 4, kSteps = 2 * kRounds;
   static_assert(kSteps % kAhead == 0, "the place of a step in `raw` is a constant");
+  // The fence waits for loads on their way as well. Where the next ones are not needed soon, they are asked for after it.
+  constexpr bool kLoadAfterFence = kSteps == kAhead;
   const int lane = tile::lane_id(), warp = tile::warp_in_group();
   const uint32_t rank = Config::kCrossover ? ptx::cluster_ctarank() : 0;
   const uint32_t to_other = Config::kCrossover ? ptx::mapa(smem_addr(&smem), rank ^ 1) - smem_addr(&smem) : 0;
   const int first_token = kTokens * rank + kTokensOfAWarp * warp;
   // Lanes 0-15: the tokens that this warp dequantizes. Lanes 16-31: those whose validity bits it writes (the same ones
   // without the crossover), for both CTAs need the bits of all 64.
-  const int my_token = lane < 16 ? first_token + lane % kTokensOfAWarp : 16 * warp + lane % 16;
-
-  BlockCursor<Config> cursor(params, plan);
+  TokenCursor<Config> cursor(params, plan, lane < 16 ? first_token + lane % kTokensOfAWarp : 16 * warp + lane % 16);
   int named = 0;  // blocks named but not converted yet
   const auto next_name = [&] {
-    const TokenName name = load_name(cursor, my_token);
+    const TokenName name = cursor.load_name();
     if (!cursor.at_end()) {
       named++;
       cursor.next();
@@ -293,32 +314,36 @@ __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, con
   };
   TokenAddress here = locate<Config>(params, next_name()), next = locate<Config>(params, next_name());
   TokenName name = next_name();
+
   RawHalf<Format> raw[kAhead];
+  const auto load = [&](const TokenAddress& at, int step) {
+    raw[step % kAhead].load(shuffle<Format>(at, 4 * (step % kRounds) + lane / 8), 1 - step / kRounds);
+  };
+  const auto load_ahead = [&](int step) {
+    load(step + kAhead < kSteps ? here : next, (step + kAhead) % kSteps);
+  };
 #pragma unroll
-  for (int step = 0; step < kAhead; step++)
-    raw[step].load(shuffle<Format>(here, 4 * (step % kRounds) + lane / 8), 1 - step / kRounds);
+  for (int step = 0; step < kAhead; step++) load(here, step);
 
   tile::RingPosition<Config::kStages> ring;
   for (; named > 0; named--) {
-    const uint32_t valid = __ballot_sync(kFullWarp, here.row != nullptr) >> 16;
+    const uint32_t valid = __ballot_sync(kFullWarp, here.exists()) >> 16;
 #pragma unroll
-    for (int step = 0; step < kSteps; step++) {
-      const int half = 1 - step / kRounds, round = step % kRounds;
+    for (int half = 1; half >= 0; half--) {
       const uint32_t full = smem_addr(&smem.k_full[ring.stage][half]);
-      if (round == 0) {
-        tile::wait(smem_addr(&smem.k_empty[ring.stage][half]), ring.phase ^ 1);
-        if (half == 1 && lane == 0) smem.valid[ring.stage][warp] = valid;
+      tile::wait(smem_addr(&smem.k_empty[ring.stage][half]), ring.phase ^ 1);
+      if (half == 1 && lane == 0) smem.valid[ring.stage][warp] = valid;
+#pragma unroll
+      for (int round = 0; round < kRounds; round++) {
+        const int step = (1 - half) * kRounds + round;
+        raw[step % kAhead].store(smem_addr(smem.k[ring.stage]), first_token + 4 * round + lane / 8, half,
+                                 [&](uint32_t addr, uint4 v) {
+                                   ptx::st_shared_v4(addr, v);
+                                   if constexpr (Config::kCrossover)
+                                     ptx::st_async_v4(addr + to_other, v, full + to_other);
+                                 });
+        if (!kLoadAfterFence) load_ahead(step);
       }
-      raw[step % kAhead].store(smem_addr(smem.k[ring.stage]), first_token + 4 * round + lane / 8, half,
-                               [&](uint32_t addr, uint4 v) {
-                                 ptx::st_shared_v4(addr, v);
-                                 if constexpr (Config::kCrossover)
-                                   ptx::st_async_v4(addr + to_other, v, full + to_other);
-                               });
-      const int later = (step + kAhead) % kSteps;
-      raw[step % kAhead].load(shuffle<Format>(step + kAhead < kSteps ? here : next, 4 * (later % kRounds) + lane / 8),
-                              1 - later / kRounds);
-      if (round + 1 < kRounds) continue;
       ptx::fence_proxy_async();
       if (Config::kCrossover && warp == 0) {
         __syncwarp();
@@ -327,6 +352,8 @@ __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, con
       } else {
         arrive_once_per_warp(full);
       }
+#pragma unroll
+      for (int round = 0; kLoadAfterFence && round < kRounds; round++) load_ahead((1 - half) * kRounds + round);
     }
     here = next;
     next = locate<Config>(params, name);
