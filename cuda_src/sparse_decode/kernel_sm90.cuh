@@ -312,9 +312,10 @@ __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, con
     }
     return name;
   };
-  TokenAddress here = locate<Config>(params, next_name()), next = locate<Config>(params, next_name());
+  // All three on their way before the first is waited for.
+  const TokenName first_name = next_name(), second_name = next_name();
   TokenName name = next_name();
-
+  TokenAddress here = locate<Config>(params, first_name), next = here;
   RawHalf<Format> raw[kAhead];
   const auto load = [&](const TokenAddress& at, int step) {
     raw[step % kAhead].load(shuffle<Format>(at, 4 * (step % kRounds) + lane / 8), 1 - step / kRounds);
@@ -324,6 +325,7 @@ __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, con
   };
 #pragma unroll
   for (int step = 0; step < kAhead; step++) load(here, step);
+  next = locate<Config>(params, second_name);
 
   tile::RingPosition<Config::kStages> ring;
   for (; named > 0; named--) {

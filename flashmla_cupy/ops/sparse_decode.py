@@ -7,7 +7,9 @@ are staged first.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import cupy
@@ -197,6 +199,32 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 
 
 # ---- plan and launch ----
+_crossover = True
+
+
+def variant(sparse: bool, head_blocks: int) -> str:
+    """"indices", "crossover" or "paged". head_blocks: CTAs along the heads, of 64 heads (paged: query rows) each.
+
+    Two head blocks of a query token read the same keys: as a cluster, each of their CTAs dequantizes half of them.
+    """
+    if not sparse:
+        return "paged"
+    return "crossover" if _crossover and head_blocks % 2 == 0 else "indices"
+
+
+@contextlib.contextmanager
+def without_crossover() -> Iterator[None]:
+    """Within, every CTA dequantizes all its tokens itself: to measure what the crossover is worth."""
+    global _crossover
+    before, _crossover = _crossover, False
+    _plans.clear_plans()
+    try:
+        yield
+    finally:
+        _crossover = before
+        _plans.clear_plans()
+
+
 def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) -> tuple[int, bool]:
     """The number of SM parts, and whether the plan may split a request; metadata that are given may split any."""
     if metadata is not None:
@@ -232,8 +260,7 @@ class _Plan:
         self.fixed_seqlen = planned_tokens(p) if self.sparse else -1 if self.splits else p.max_seqlen
 
         head_blocks = -(-(p.h_q if self.sparse else p.rows) // sched_meta.QUERY_ROWS_PER_BLOCK)
-        # Two head blocks of a token read the same keys: as a cluster, each of their CTAs dequantizes half of them.
-        keys = "paged" if not self.sparse else "crossover" if head_blocks % 2 == 0 else "indices"
+        keys = variant(self.sparse, head_blocks)
         self.kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
         self.grid = (head_blocks, p.s_q if self.sparse else 1, self.parts)
         float32 = np.dtype(np.float32)

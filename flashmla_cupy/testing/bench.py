@@ -27,7 +27,7 @@ from flashmla_cupy.runtime import env
 from flashmla_cupy.testing import bench_data, sparse_bench, trace, work_model
 from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, SparseBenchCase
 from flashmla_cupy.testing.bench_data import BenchData
-from flashmla_cupy.testing.peers import Peer, as_torch
+from flashmla_cupy.testing.peers import Peer, as_torch, serving
 
 OURS = "flashmla_cupy"
 _FLUSH_BYTES = 512 << 20
@@ -74,6 +74,7 @@ def measure(case: AnyCase, peers: list[Peer], *, graph: bool | None = None, repe
     """One row. graph None: small rows inside a CUDA graph, the others eager with a flushed L2."""
     in_graph = case.small if graph is None else graph
     row = Row(case, in_graph)
+    peers = serving(case, peers)
     data = _build(case, in_graph)
     try:
         calls = _calls(case, data, peers, row)
@@ -104,7 +105,7 @@ def _ours_dense(case: BenchCase, data: BenchData) -> Callable[[int], Any]:
     import cupy as cp
 
     plan = flashmla_cupy.get_mla_metadata(
-        data.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv, case.h_q, False, None
+        data.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv, case.h_q, case.fp8, None
     )
     out = cp.empty((case.batch, case.s_q, case.h_q, case.d_v), data.q.dtype)
     lse = cp.empty((case.batch, case.h_q, case.s_q), np.float32)
@@ -121,7 +122,7 @@ def _ours_dense(case: BenchCase, data: BenchData) -> Callable[[int], Any]:
             case.d_v,
             *plan,
             case.causal,
-            False,
+            case.fp8,
             None,
             softmax_scale=data.scale,
             out=out,

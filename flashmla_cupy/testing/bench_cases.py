@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from flashmla_cupy.kv_format import V32
+
 PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
 class BenchCase:
     """bf16, page 64, h_kv 1, d_qk 576. s_k: tokens of every request, or the mean of the normal distribution with
-    `varlen`. small: latency row, measured inside a CUDA graph over caches that are cold in L2.
+    `varlen`. small: latency row, measured inside a CUDA graph over caches that are cold in L2. fp8: over an FP8
+    cache (v32), else as the row without: same q, lengths, pages and FLOP, so that the times of both compare.
     """
 
     batch: int
@@ -21,6 +24,7 @@ class BenchCase:
     varlen: bool = False
     causal: bool = False
     small: bool = False
+    fp8: bool = False
 
     h_kv: int = 1
     d_qk: int = 576
@@ -28,9 +32,16 @@ class BenchCase:
 
     @property
     def name(self) -> str:
-        """As in the tables: "128,128,1,4096 varlen"; small rows start with "graph"."""
-        words = ["graph"] * self.small + [f"{self.batch},{self.h_q},{self.s_q},{self.s_k}"]
+        """As in the tables: "128,128,1,4096 varlen"; small rows start with "graph". Over an FP8 cache, among the sparse
+        rows: "dense 128,128,1,8192".
+        """
+        words = ["graph"] * self.small + ["dense"] * self.fp8 + [f"{self.batch},{self.h_q},{self.s_q},{self.s_k}"]
         return " ".join(words + ["varlen"] * self.varlen + ["causal"] * self.causal)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token in the cache."""
+        return V32.bytes_per_token if self.fp8 else self.h_kv * self.d_qk * 2
 
     def lengths(self) -> list[int]:
         """KV tokens of each request."""
@@ -115,8 +126,9 @@ SPARSE_DECODE = tuple(
         (16, 128, 1, 2048, 16384, True),
     )
 )
+FP8_DENSE = tuple(BenchCase(128, h_q, 1, 8192, fp8=True) for h_q in (128, 16, 64))  # each is in DENSE_DECODE, in bf16
 AnyCase = BenchCase | SparseBenchCase
-ROWS = {"dense_decode": DENSE_DECODE, "sparse_decode": SPARSE_DECODE}
+ROWS = {"dense_decode": DENSE_DECODE, "sparse_decode": SPARSE_DECODE + FP8_DENSE}
 
 
 def select(pattern: str | None, op: str = "dense_decode") -> tuple[AnyCase, ...]:

@@ -64,14 +64,9 @@ class Case:
     @property
     def name(self) -> str:
         """Short and unique within a suite; readable in a failure line."""
-        lengths = self.lengths
-        if len(set(lengths)) == 1:
-            length = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]}x{len(lengths)}"
-        else:
-            length = ",".join(map(str, lengths[:4])) + (f",..({len(lengths)})" if len(lengths) > 4 else "")
         cache = f"page{self.page_size}" if self.page_size else "contiguous"
         parts = [
-            f"len={length}",
+            f"len={lengths_label(self.lengths)}",
             f"sq={self.s_q}",
             f"h={self.h_q}/{self.h_kv}",
             f"d{self.d_qk}",
@@ -105,6 +100,13 @@ class Case:
                 if (entry, table) != (self.unused_entry, self.table)
             ]
         return others
+
+
+def lengths_label(lengths: tuple[int, ...]) -> str:
+    """"64", "64x3" for three of them, or the first four of different ones."""
+    if len(set(lengths)) == 1:
+        return f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]}x{len(lengths)}"
+    return ",".join(map(str, lengths[:4])) + (f",..({len(lengths)})" if len(lengths) > 4 else "")
 
 
 HEADS = tuple(

@@ -138,6 +138,17 @@ def _contiguous_cache(case: Case, xp: Any) -> Any:
 
 
 def _paged_cache(case: Case, xp: Any, rng: np.random.Generator) -> tuple[Any, Any]:
+    table, valid_tokens = paging(case, xp, rng)
+    view = _cache_view(xp, len(valid_tokens), case.page_size, case)
+    _fill_tokens(xp, view, valid_tokens, case, 2 * case.seed + 1)
+    return view.view(DTYPES[case.dtype]), table
+
+
+def paging(case: Any, xp: Any, rng: np.random.Generator) -> tuple[Any, np.ndarray]:
+    """Shuffled pages: the block table int32 (batch, width), and how many tokens of each page a request has (pages,).
+
+    case: any with lengths, page_size, spare_pages, table, and unused_entry, which is behind the pages of each request.
+    """
     page_counts = [-(-length // case.page_size) for length in case.lengths]
     used = sum(page_counts)
     page_count = used + case.spare_pages
@@ -155,9 +166,7 @@ def _paged_cache(case: Case, xp: Any, rng: np.random.Generator) -> tuple[Any, An
         if count:
             valid_tokens[pages[-1]] = length - (count - 1) * case.page_size
         start += count
-    view = _cache_view(xp, page_count, case.page_size, case)
-    _fill_tokens(xp, view, valid_tokens, case, 2 * case.seed + 1)
-    return view.view(DTYPES[case.dtype]), xp.asarray(stored)[:, :width]
+    return xp.asarray(stored)[:, :width], valid_tokens
 
 
 def guarded(xp: Any, layout: str, shape: tuple[int, int, int, int], dtype: np.dtype) -> Guarded:

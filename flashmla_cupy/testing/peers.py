@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmla_cupy.errors import FlashMLAError
-from flashmla_cupy.testing.bench_cases import BenchCase, SparseBenchCase
+from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, SparseBenchCase
 from flashmla_cupy.testing.bench_data import BenchData
 from flashmla_cupy.testing.sparse_bench import SparseBenchData
 
@@ -51,6 +51,11 @@ def load(paths: list[str], op: str = "dense_decode") -> list[Peer]:
             raise FlashMLAError(f"peer-lib: {path} registers none of {', '.join(known)} (or was given twice)")
         peers += [known[name] for name in added]
     return peers
+
+
+def serving(case: AnyCase, peers: list[Peer]) -> list[Peer]:
+    """Those of an op's peers that have a kernel for `case`: none for dense decode over an FP8 cache."""
+    return [] if isinstance(case, BenchCase) and case.fp8 else peers
 
 
 def _registered(torch: Any, qualified: str) -> bool:

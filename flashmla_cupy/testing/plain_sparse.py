@@ -39,6 +39,19 @@ def token(cache: np.ndarray, slot: int, d_qk: int) -> np.ndarray:
     return np.array(values)
 
 
+def keys_of_requests(
+    cache: np.ndarray, block_table: np.ndarray | None, lengths: tuple[int, ...], d_qk: int
+) -> np.ndarray:
+    """The tokens of each request as a contiguous cache for plain.attend: float64 (batch, longest, 1, d_qk)."""
+    page_size = cache.shape[1]
+    keys = np.full((len(lengths), max(lengths, default=0), 1, d_qk), math.nan)
+    for request, length in enumerate(lengths):
+        for index in range(length):
+            page = request if block_table is None else int(block_table[request, index // page_size])
+            keys[request, index, 0] = token(cache, page * page_size + index % page_size, d_qk)
+    return keys
+
+
 def attend(
     q: np.ndarray,
     k_cache: np.ndarray,

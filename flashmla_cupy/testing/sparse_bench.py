@@ -45,10 +45,10 @@ def build(case: SparseBenchCase, graph: bool) -> SparseBenchData:
 
     layout, rng = _layout(case), np.random.default_rng(0)
     tokens = case.batch * case.s_k
-    caches = [_cache(cp, layout, tokens, case.page_size, seed) for seed in range(cache_count(case, graph))]
+    caches = [fp8_cache(cp, layout, tokens, case.page_size, seed) for seed in range(cache_count(case, graph))]
     extra_cache = extra_indices = None
     if case.extra_topk:
-        extra_cache = _cache(cp, layout, tokens, case.extra_page_size, 500)
+        extra_cache = fp8_cache(cp, layout, tokens, case.extra_page_size, 500)
         extra_indices = _indices(cp, case, case.extra_topk, rng)
     q = inputs.random_array(cp, "bfloat16", (case.batch, case.s_q, case.h_q, case.d_qk), 1000, _DEVIATION)
     indices = _indices(cp, case, case.topk, rng)
@@ -99,7 +99,7 @@ def _indices(xp: Any, case: SparseBenchCase, topk: int, rng: np.random.Generator
     return xp.asarray(indices + np.arange(case.batch, dtype=np.int32)[:, None, None] * np.int32(case.s_k))
 
 
-def _cache(xp: Any, layout: KVFormat, tokens: int, page_size: int, seed: int) -> Any:
+def fp8_cache(xp: Any, layout: KVFormat, tokens: int, page_size: int, seed: int) -> Any:
     """uint8 (pages, page_size, 1, bytes_per_token) of random codes under one scale."""
     pages, page_bytes, token_bytes = -(-tokens // page_size), layout.page_bytes(page_size), layout.bytes_per_token
     buffer = xp.zeros((pages, page_bytes), np.uint8)

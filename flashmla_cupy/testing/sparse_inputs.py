@@ -48,21 +48,30 @@ class SparseInputs:
 
 def build(case: SparseCase, xp: Any = np) -> SparseInputs:
     """The arrays of `case`, the same bits for every `xp`."""
-    q_bits = inputs.random_bits(
-        xp, "bfloat16", (case.batch, case.s_q, case.h_q, case.d_qk), 2 * case.seed, case.q_gain * _Q_GAIN[case.scales]
-    )
-    bf16 = inputs.DTYPES["bfloat16"]
-    q = inputs.guarded(xp, case.q_layout, q_bits.shape, bf16)
-    q.select(q.buffer)[...] = q_bits
     cache, indices, lengths = _selection(case, xp, 0, case.topk, case.tokens, case.page_size, case.length)
     extra = (None, None, None)
     if case.extra_topk:
         extra = _selection(
             case, xp, 1, case.extra_topk, case.extra_tokens, case.extra_page_size, case.extra_length
         )
-    out = inputs.guarded(xp, case.out_layout, (case.batch, case.s_q, case.h_q, HEAD_DIM_V), bf16)
-    lse = inputs.guarded_lse(xp, case.out_layout, (case.batch, case.h_q, case.s_q))
-    return SparseInputs(q.array, cache, indices, lengths, _sink(case, xp), *extra, out, lse)
+    return SparseInputs(query(case, xp), cache, indices, lengths, _sink(case, xp), *extra, *outputs(case, xp))
+
+
+def query(case: Any, xp: Any) -> Any:
+    """(batch, s_q, h_q, d_qk) bfloat16, laid out as case.q_layout says; moderate scores with keys of case.scales."""
+    bits = inputs.random_bits(
+        xp, "bfloat16", (case.batch, case.s_q, case.h_q, case.d_qk), 2 * case.seed, case.q_gain * _Q_GAIN[case.scales]
+    )
+    q = inputs.guarded(xp, case.q_layout, bits.shape, inputs.DTYPES["bfloat16"])
+    q.select(q.buffer)[...] = bits
+    return q.array
+
+
+def outputs(case: Any, xp: Any) -> tuple[inputs.Guarded, inputs.Guarded]:
+    """out (batch, s_q, h_q, 512) bfloat16 and lse (batch, h_q, s_q) float32."""
+    shape = (case.batch, case.s_q, case.h_q, HEAD_DIM_V)
+    out = inputs.guarded(xp, case.out_layout, shape, inputs.DTYPES["bfloat16"])
+    return out, inputs.guarded_lse(xp, case.out_layout, (case.batch, case.h_q, case.s_q))
 
 
 def _selection(
@@ -79,7 +88,7 @@ def _selection(
         counts &= np.arange(topk) < lengths[:, None, None]
     named = np.zeros(capacity, bool)
     named[indices[counts]] = True
-    cache = _cache(case, xp, rng, FORMATS[case.layout], pages, page_size, named, 2 * case.seed + which)
+    cache = hostile_cache(case, xp, rng, pages, page_size, named, 2 * case.seed + which)
     return cache, xp.asarray(indices), None if lengths is None else xp.asarray(lengths)
 
 
@@ -129,11 +138,14 @@ def _sink(case: SparseCase, xp: Any) -> Any:
     return xp.asarray(np.asarray(values, np.float32))
 
 
-def _cache(
-    case: SparseCase, xp: Any, rng: np.random.Generator, layout: KVFormat, pages: int, page_size: int,
-    named: np.ndarray, seed: int,
+def hostile_cache(
+    case: Any, xp: Any, rng: np.random.Generator, pages: int, page_size: int, named: np.ndarray, seed: int
 ) -> Any:
-    """uint8 (pages, page_size, 1, bytes_per_token), random where `named` (slots,), else poison."""
+    """uint8 (pages, page_size, 1, bytes_per_token), random where `named` (slots,), else poison, also between the pages.
+
+    case: any with layout, cache_layout, scales and poison.
+    """
+    layout = FORMATS[case.layout]
     page_bytes, token_bytes = layout.page_bytes(page_size), layout.bytes_per_token
     before, stride, offset = {
         "dense": (0, page_bytes, 0),

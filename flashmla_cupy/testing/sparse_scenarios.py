@@ -1,4 +1,4 @@
-"""Sparse decode checks that are more than one call: merging, stale plans, splits, graphs, repetition, arguments.
+"""FP8 decode checks that are more than one call: merging, stale plans, splits, graphs, repetition, arguments, pages.
 
 Each function takes the machine (and sizes that the tests may lower) and returns the worst errors it saw.
 """
@@ -18,14 +18,16 @@ import numpy as np
 import flashmla_cupy
 from flashmla_cupy.kv_format import FORMATS
 from flashmla_cupy.reference import sched_meta as reference_sched
-from flashmla_cupy.testing import inputs, sparse_cases, sparse_inputs
-from flashmla_cupy.testing.cases import HEAD_DIM_V, YARN_SCALE
+from flashmla_cupy.reference import sparse_decode as reference
+from flashmla_cupy.testing import fp8_dense_inputs, inputs, sparse_cases, sparse_inputs
+from flashmla_cupy.testing.cases import HEAD_DIM_V, INT_MAX, YARN_SCALE
 from flashmla_cupy.testing.compare import Errors, compare
+from flashmla_cupy.testing.fp8_dense_cases import Fp8DenseCase
 from flashmla_cupy.testing.guarded import run_guarded, same_bits
 from flashmla_cupy.testing.machine import Machine
 from flashmla_cupy.testing.scenarios import worst
-from flashmla_cupy.testing.sparse_cases import SparseCase
-from flashmla_cupy.testing.sparse_checks import call, check, expected, plan
+from flashmla_cupy.testing.sparse_cases import INT_MIN, SparseCase
+from flashmla_cupy.testing.sparse_checks import call, call_dense, check, expected, kernel_references, plan
 
 _FAR_PAGES = (51150, 51151, 102300, 102301, 116508, 116509)  # 2^31 and 2^32 bytes lie between two of them
 
@@ -39,6 +41,7 @@ def collect(suite: str, machine: Machine) -> list[tuple[str, Callable[[Machine],
         ("wrong arguments are refused", arguments),
         ("odd arguments: the same bits or refused", odd_arguments),
         ("block table and lengths are not looked at", unused_arguments),
+        ("dense: pages that the cache does not have", missing_pages),
     ]
     if machine.gpu:
         rows += [
@@ -194,6 +197,48 @@ def unused_arguments(machine: Machine) -> Errors:
         if isinstance(first, Errors) or not same_bits(first, (out.view(np.uint16), lse.view(np.uint32))):
             return first if isinstance(first, Errors) else Errors(message=f"entries {entry} change the result")
     return Errors()
+
+
+def missing_pages(machine: Machine, lengths: tuple[int, ...] = (300, 65, 700, 0, 64)) -> Errors:
+    """Without indices, pages within a length that the cache does not have: no keys on a GPU, refused by NumPy."""
+    xp, rows = machine.xp, []
+    kinds = ((64, "v32", 1, 16), (64, "d512", 3, 128), (48, "v32", 2, 64), (1, "d512", 1, 3))
+    for page_size, layout, s_q, h_q in kinds:
+        case = Fp8DenseCase(
+            lengths, s_q=s_q, h_q=h_q, layout=layout, page_size=page_size, causal=s_q > 1, cache_layout="offset",
+            spare_pages=0, seed=21,
+        )
+        given = fp8_dense_inputs.build(case, xp)
+        cache = given.k_cache[:-1]  # the last page can be read, and must not be
+        gone, wrong = _gone(given.block_table.shape, len(cache))
+        table = xp.where(xp.asarray(gone), xp.asarray(wrong), given.block_table)
+        label = f"page {page_size} {layout} s_q {s_q} h_q {h_q}"
+        try:
+            bits = run_guarded(partial(call_dense, case, given, xp, k_cache=cache, block_table=table), given, machine)
+        except ValueError as error:
+            if machine.gpu or "block_table" not in str(error):
+                return Errors(message=f"{label}: {error}")
+            continue
+        if isinstance(bits, Errors) or not machine.gpu:
+            return bits if isinstance(bits, Errors) else Errors(message=f"{label}: the pages were accepted")
+        # The same tokens by indices, where slots beyond the cache are no keys.
+        positions = xp.arange(max(lengths))
+        slots = table.astype(np.int64)[:, positions // page_size] * page_size + positions % page_size
+        unseen = xp.arange(s_q)[::-1] if case.causal else xp.zeros(s_q, np.int64)
+        seen = positions < (given.cache_seqlens[:, None] - unseen)[:, :, None]
+        attend = partial(reference.attend, given.q, cache, xp.where(seen, slots[:, None], -1), HEAD_DIM_V)
+        errors = compare(given.out.array, given.lse.array, *kernel_references(attend, xp), xp)
+        rows.append(errors if errors.message is None else replace(errors, message=f"{label}: {errors.message}"))
+    return worst(rows)
+
+
+def _gone(shape: tuple[int, int], pages: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which entries of a block table are overwritten, every third and all of request 1, and int32 with what."""
+    place = np.arange(shape[0])[:, None] + np.arange(shape[1])
+    wrong = np.asarray((-1, -pages, INT_MIN, pages, INT_MAX, 2147480000), np.int32)
+    gone = place % 3 == 1
+    gone[1] = True
+    return gone, np.random.default_rng(21).choice(wrong, shape)
 
 
 def stale_metadata(machine: Machine) -> Errors:

@@ -35,7 +35,7 @@ def dense_decode(case: BenchCase) -> Work:
     lengths, widths = case.lengths(), case.d_qk + case.d_v
     mean = sum(lengths) / case.batch
     flop = 2.0 * case.batch * case.h_q * case.s_q * mean * widths
-    byte = case.batch * (case.s_q * case.h_q * widths * 2 + mean * case.h_kv * case.d_qk * 2)
+    byte = case.batch * (case.s_q * case.h_q * widths * 2 + mean * case.token_bytes)
     return Work(flop, byte)
 
 

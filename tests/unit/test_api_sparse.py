@@ -234,6 +234,16 @@ def test_two_head_blocks_share_keys(gpu, h_q, keys, blocks):
     assert decode.name == f"sparse_decode.sm90.v32.{keys}" and decode.grid[:2] == (blocks, 3)
 
 
+def test_the_crossover_can_be_left_out(gpu):
+    arguments = sparse(gpu, h_q=128)
+    flash_mla_with_kvcache(**arguments)
+    with sparse_decode_op.without_crossover():
+        flash_mla_with_kvcache(**arguments)
+    flash_mla_with_kvcache(**arguments)
+    names = [launch.name for launch in gpu.take() if launch.name.startswith("sparse_decode")]
+    assert [name.rpartition(".")[2] for name in names] == ["crossover", "indices", "crossover"]
+
+
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_dense_decode_over_an_fp8_cache(gpu, contiguous):
     arguments = dense_fp8(gpu, causal=True)

@@ -14,6 +14,7 @@ from flashmla_cupy.testing import (
     bench,
     bench_cases,
     checks,
+    fp8_dense_cases,
     kv_quant_checks,
     machine,
     peers,
@@ -227,9 +228,10 @@ def test_wrong_caches_are_noticed(monkeypatch, part):
 def test_ops_and_suites():
     assert set(checks.OPS) == {"sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode"}
     smoke = checks.collect(("sparse_decode",), "smoke", machine.Machine(np, True, "fake"))
-    assert len(smoke) == len(sparse_cases.smoke()) and {row.op for row in smoke} == {"sparse_decode"}
+    assert len(smoke) == len(sparse_cases.smoke()) + len(fp8_dense_cases.smoke())
+    assert {row.op for row in smoke} == {"sparse_decode"}
     full = sparse_checks.collect("full", machine.Machine(np, True, "fake"))
-    assert len(full) == len(sparse_cases.full()) + len(sparse_cases.corner())
+    assert len(full) == sum(len(rows.full()) + len(rows.corner()) for rows in (sparse_cases, fp8_dense_cases))
 
 
 # ---- bench
@@ -245,11 +247,11 @@ def test_work_model_gives_the_published_figures(case, us, tflops):
 
 def test_rows():
     rows = bench_cases.select(None, "sparse_decode")
-    assert len({case.name for case in rows}) == len(rows) == 11
+    assert len({case.name for case in rows}) == len(rows) == len(bench_cases.SPARSE_DECODE) + 3 == 14
     assert [case.name for case in bench_cases.select("graph 1,", "sparse_decode")] == ["graph 1,128,1,2048"]
     assert [case.name for case in bench_cases.select("d512", "sparse_decode")] == [
         "128,64,2,128+512 d512", "128,128,2,128+1024 d512"]
-    for case in rows:
+    for case in bench_cases.SPARSE_DECODE:
         count = sparse_bench.cache_count(case, case.small)
         assert count == 1 or count * case.keys * 656 > 3 * 50e6
     with pytest.raises(ValueError, match="case: got 'x'"):
