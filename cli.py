@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import flashmla_cupy
 
 SHOWN_FAILURES = 20
+SECONDS_BETWEEN_LINES = 30  # of progress where there is no terminal
 MAX_LENGTH = 2**31 - 1  # lengths are int32
 MAX_REQUESTS = 65536  # in one picture
 
@@ -49,12 +50,28 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def progress(out: Console, what: str, total: int) -> Iterator[Any]:
-    """Yields advance(label): a bar on a terminal, nothing elsewhere."""
+    """Yields advance(label): a bar on a terminal, elsewhere a line now and then."""
+    if not out.is_terminal:
+        yield _lines(what, total)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.fields[label]}"))
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+    with Progress(*columns, console=out, transient=True) as bar:
         task = bar.add_task(what, total=total, label="")
         yield lambda label="": bar.update(task, advance=1, label=escape(label[:60]))
+
+
+def _lines(what: str, total: int) -> Callable[..., None]:
+    done, last = 0, time.perf_counter()
+
+    def advance(label: str = "") -> None:
+        nonlocal done, last
+        done += 1
+        if time.perf_counter() - last >= SECONDS_BETWEEN_LINES:
+            last = time.perf_counter()
+            click.echo(f"{what}: {done} of {total}", err=True)
+
+    return advance
 
 
 def write_json(path: Path | None, content: Any) -> None:
@@ -72,7 +89,10 @@ class OutputFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         from flashmla_cupy.testing import report
 
-        path, option = super().convert(value, param, ctx), param.opts[0] if param else "file"
+        option = param.opts[0] if param else "file"
+        if str(value) in ("", "-"):
+            self.fail(f"got {str(value)!r}, expected the name of a file", param, ctx)
+        path = super().convert(value, param, ctx)
         if self.png:
             report.check_picture(option, path)
         report.prepare_output(option, path)
@@ -168,12 +188,13 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
     if machine.gpu:
         out.print(report.kernels_table(results))
     compile_failed = not machine.gpu and not compile_kernels(out, variants.choose(ops=ops))
+    remark = ", but not every kernel compiled" if compile_failed else ""
     write_json(json_path, validation.results_json(results, suite, machine))
     if record is not None:
         write_json(record, validation.record(results, suite, machine))
     passed = len(results) - len(failures)
     out.print(
-        f"[{'red' if failures or compile_failed else 'green'}]{passed} of {len(results)} checks passed[/] in "
+        f"[{'red' if failures or compile_failed else 'green'}]{passed} of {len(results)} checks passed{remark}[/] in "
         f"{time.perf_counter() - started:.1f} s"
     )
     if failures or compile_failed:
@@ -452,13 +473,18 @@ def cache_clear() -> None:
 @NAME
 @EXPERIMENTAL
 def cache_warmup(name: str) -> None:
-    """Compile the kernels whose name contains NAME ahead of their first use (all of them without NAME)."""
+    """Compile the kernels whose name contains NAME (without it all, but experimental ones) ahead of their first use."""
     from flashmla_cupy.ops._select import selectable
+    from flashmla_cupy.runtime import cache as store
     from flashmla_cupy.runtime import compile as runtime_compile
     from flashmla_cupy.testing import kernels as variants
     from flashmla_cupy.testing import report
 
+    if not store.info().writable:
+        raise click.ClickException("cache warmup: the cache cannot be written, nothing would be kept (see cache info)")
     out, specs = console(), [spec for spec in variants.choose(name) if selectable(spec)]
+    if not specs:
+        raise click.ClickException(f"cache warmup: every kernel named *{name}* is experimental, add --experimental")
     with progress(out, "warmup", len(specs)) as advance:
         results = runtime_compile.warmup(specs, on_done=lambda spec, result: advance(spec.name))
     rows = [(spec.name, result) for spec, result in results.items()]

@@ -86,7 +86,8 @@ def as_host(name: str, x: Any) -> np.ndarray:
     try:
         return np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        hint = "; flashmla_cupy.torch takes torch tensors" if type(x).__module__.startswith("torch") else ""
+        is_torch = type(x).__module__.startswith("torch")
+        hint = " (flashmla_cupy.torch.flash_mla_with_kvcache takes torch's bfloat16 on the host)" if is_torch else ""
         raise TypeError(f"{name}: got {describe(x)} that NumPy cannot hold ({error}), expected a NumPy array{hint}"
                         ) from error
 

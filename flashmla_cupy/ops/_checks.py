@@ -360,8 +360,9 @@ def check_pages(block_table: Any, cache_seqlens: Any, problem: DecodeProblem) ->
     outside = reached & ((block_table < 0) | (block_table >= problem.pages))
     if outside.any():
         request, entry = map(int, np.argwhere(outside)[0])
+        pages = f"pages from 0 to {problem.pages - 1}" if problem.pages else "no tokens, for the cache has no pages"
         raise ValueError(f"block_table: got page {block_table[request, entry]} as entry {entry} of request {request} "
-                         f"({lengths[request]} tokens), expected pages from 0 to {problem.pages - 1}")
+                         f"({lengths[request]} tokens), expected {pages}")
 
 
 # ---- device arrays only ----

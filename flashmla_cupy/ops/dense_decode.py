@@ -81,10 +81,11 @@ def _on_host(options: tuple, arrays: tuple) -> tuple[np.ndarray, np.ndarray]:
         _checks.check_workspace(workspace, _Plan.workspace_bytes(problem, metadata, None))
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, np.float32) if lse is None else lse
+    if 0 not in q.shape:
+        _checks.check_pages(block_table, cache_seqlens, problem)
     if problem.nothing_to_attend or 0 in q.shape:
         out[...], lse[...] = 0, -np.inf
     else:
-        _checks.check_pages(block_table, cache_seqlens, problem)
         exact_out, exact_lse = reference.attend(
             q, k_cache, block_table, cache_seqlens, HEAD_DIM_V, softmax_scale=problem.softmax_scale,
             causal=problem.causal)

@@ -144,15 +144,17 @@ def _on_host(problem: DecodeProblem, arrays: dict[str, Any]) -> tuple[np.ndarray
     q, k_cache, out, lse = (arrays[name] for name in ("q", "k_cache", "out", "lse"))
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, np.float32) if lse is None else lse
+    sparse = isinstance(problem, SparseDecodeProblem)
+    if not sparse and 0 not in q.shape:
+        _checks.check_pages(arrays["block_table"], arrays["cache_seqlens"], problem)
     if problem.nothing_to_attend or 0 in q.shape:
         out[...], lse[...] = 0, -np.inf
         return out, lse
-    if isinstance(problem, SparseDecodeProblem):
+    if sparse:
         exact_out, exact_lse = reference.attend(
             q, k_cache, arrays["indices"], HEAD_DIM_V, softmax_scale=problem.softmax_scale,
             **{name: arrays[name] for name in _SPARSE if name != "indices"})
     else:
-        _checks.check_pages(arrays["block_table"], arrays["cache_seqlens"], problem)
         exact_out, exact_lse = reference.attend_paged(
             q, k_cache, arrays["block_table"], arrays["cache_seqlens"], HEAD_DIM_V,
             softmax_scale=problem.softmax_scale, causal=problem.causal)

@@ -99,6 +99,11 @@ def softmax_of_rows(
 
     Returns o (n, h_kv, rows, d_v) and lse (n, h_kv, rows), float64. A row without keys gives 0 and -inf.
     """
+    with np.errstate(invalid="ignore"):  # infinities and NaNs among the keys take their course
+        return _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, xp)
+
+
+def _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, xp):
     scores = xp.matmul(q, keys.swapaxes(-1, -2))
     scores *= scale
     if seen is not None:

@@ -72,6 +72,28 @@ def test_pages_that_the_cache_does_not_have(page, fp8):
     flash_mla_with_kvcache(**arguments)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_tokens_over_a_cache_of_no_pages(fp8):
+    arguments = Host().decode()
+    arguments["cache_seqlens"][:] = 0, 1
+    cache = np.zeros((0, 64, 1, 656), np.uint8) if fp8 else arguments["k_cache"][:0]
+    arguments.update(k_cache=cache, is_fp8_kvcache=fp8)
+    fails(lambda: flash_mla_with_kvcache(**arguments), "block_table", ValueError, "expected no tokens")
+    arguments["cache_seqlens"][:] = 0
+    out, lse = flash_mla_with_kvcache(**arguments)
+    assert not out.any() and np.isneginf(lse).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_keys_take_their_course():
+    arguments = Host().decode()
+    arguments["cache_seqlens"][:] = 3, 1
+    arguments["q"][...] = 1
+    arguments["k_cache"][:, 1, 0, 0] = np.inf
+    out, lse = flash_mla_with_kvcache(**arguments)
+    assert not np.isfinite(lse[0]).any() and np.isfinite(lse[1]).all()
+
+
 @pytest.mark.parametrize("value", [10**400, 1e39, 2.5e38, 1e-46, 1e-300])
 def test_scales_that_float32_cannot_hold(value):
     fails(lambda: flash_mla_with_kvcache(**Host().decode(softmax_scale=value)), "softmax_scale", ValueError, "expected")

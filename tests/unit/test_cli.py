@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from flashmla_cupy.errors import FlashMLAError
 from flashmla_cupy.ops import _select
+from flashmla_cupy.runtime import cache as store
 from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import device, inspect
 from flashmla_cupy.testing import checks, machine
@@ -112,6 +113,7 @@ def test_validate_fails_when_a_kernel_does_not_compile(fake_compile):
     fake_compile[1].append(True)
     output = invoke("validate", "--op", "combine", code=1)
     assert "kernel_sm80.cuh:3" in output and "failed" in output
+    assert "but not every kernel compiled" in output.splitlines()[-1]
 
 
 def test_validate_refuses_a_record_without_a_gpu(tmp_path):
@@ -211,6 +213,22 @@ def test_cache_commands(fresh_runtime, monkeypatch, tmp_path):
     monkeypatch.setattr(runtime_compile, "compile_cubin", lambda spec, **_: _raise(spec))
     output = invoke("cache", "warmup", "combine", "--experimental", code=1)
     assert "no compiler" in output and "failed" in output
+    assert "experimental, add --experimental" in invoke("cache", "warmup", "kv_quant", code=1)
+    monkeypatch.setattr(store, "info", lambda: store.CacheInfo(tmp_path, 0, 0, writable=False))
+    assert "cannot be written" in invoke("cache", "warmup", "combine", code=1)
+
+
+@pytest.mark.parametrize("name", ["-", ""])
+def test_output_needs_the_name_of_a_file(name):
+    assert "expected the name of a file" in invoke("validate", "--op", "combine", "--json", name, code=2)
+
+
+def test_progress_without_a_terminal(monkeypatch, capsys):
+    monkeypatch.setitem(CLI["_lines"].__globals__, "SECONDS_BETWEEN_LINES", 0)
+    with CLI["progress"](CLI["console"](), "checks", 2) as advance:
+        advance("one")
+        advance("two")
+    assert capsys.readouterr().err == "checks: 1 of 2\nchecks: 2 of 2\n"
 
 
 def _raise(spec):
