@@ -25,9 +25,8 @@ template <class Format_, bool kPaged_, bool kCrossover_>
 struct Config {
   using Format = Format_;                   // kv_format::V32 | kv_format::D512
   static constexpr bool kPaged = kPaged_;   // keys by a block table (dense decode) instead of index lists
-  // Two CTAs of a cluster, with different heads of the same query token, dequantize half of each block and send it over.
+  // Two CTAs of a cluster, whose rows attend to the same tokens, dequantize half of each block and send it over.
   static constexpr bool kCrossover = kCrossover_;
-  static_assert(!(kPaged && kCrossover), "the two CTAs must walk over the same blocks");
   static constexpr int kRows = 64;                    // query rows of a CTA
   static constexpr int kBlock = attention::kKvBlock;  // tokens of a block
   static constexpr int kHeadDimV = 512;

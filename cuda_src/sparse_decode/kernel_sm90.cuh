@@ -3,8 +3,9 @@
 // the first 512 dims of the dequantized K.
 //
 // Method: FlashMLA's FP8 sparse decode on the pipeline of dense_decode: one warpgroup turns gathered e4m3 rows into the
-// bf16 tiles that the copy engine brings there. Crossover: two CTAs of a cluster with different heads of one query token
-// each dequantize half of a block and send it to the other; without it, each CTA dequantizes every token it needs.
+// bf16 tiles that the copy engine brings there. Crossover: two CTAs of a cluster, with different heads of one query token
+// (paged: with any rows), each dequantize half of a block and send it to the other; without it, each CTA dequantizes every
+// token it needs.
 //
 // grid    sparse: (ceil(h_q / 64), s_q, num_sm_parts); paged: (ceil(s_q h_q / 64), 1, num_sm_parts)
 // block   384 threads, one CTA an SM; cluster of 2 along x with the crossover, else none
@@ -645,7 +646,10 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
-    smem.plan.last_token = min(query_row<Config>(params, Config::kRows - 1).token, params.s_q - 1);
+    // Of the cluster: its CTAs walk over the same blocks, also where causal rows of the first need fewer.
+    const int blocks_to_last = Config::kClusterX - 1 - blockIdx.x % Config::kClusterX;
+    const QueryRow last = query_row<Config>(params, Config::kRows * (1 + blocks_to_last) - 1);
+    smem.plan.last_token = min(last.token, params.s_q - 1);
   }
   __syncthreads();
   if constexpr (Config::kCrossover) sync_cluster();  // the other CTA's barriers are there

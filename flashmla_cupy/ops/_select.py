@@ -75,7 +75,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
     """
     return (*_DENSE_DECODE.values(), *_OVERLAY_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(),
             *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
-            *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values())
+            *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values())
 
 
 _DENSE_DECODE = {
@@ -98,11 +98,12 @@ _QUANTIZE, _DEQUANTIZE = (
     for path in ("quantize_sm89", "dequantize_sm89"))
 _TOKEN_INDICES = {("", 0): KernelSpec("kv_quant", "token_indices_sm80", ("int32_t",), (), "TokenIndicesParams",
                                       experimental=True)}
-_SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE = (
+_SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE, _PAGED_CROSSOVER_DECODE = (
     {("bfloat16", layout.d_qk): KernelSpec("sparse_decode", "sm90", (f"kv_format::{layout.name.upper()}", *flags),
                                            (layout.name, tag), "SparseDecodeParams", experimental=True)
      for layout in kv_format.FORMATS.values()}
-    for tag, *flags in (("indices", "false", "false"), ("crossover", "false", "true"), ("paged", "true", "false")))
+    for tag, *flags in (("indices", "false", "false"), ("crossover", "false", "true"),
+                        ("paged", "true", "false"), ("paged_crossover", "true", "true")))
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
@@ -164,4 +165,5 @@ _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels,
     "sparse_decode.indices": (_sparse_decode_reasons, _SPARSE_DECODE),
     "sparse_decode.crossover": (_sparse_decode_reasons, _CROSSOVER_DECODE),
     "sparse_decode.paged": (_sparse_decode_reasons, _PAGED_FP8_DECODE),
+    "sparse_decode.paged_crossover": (_sparse_decode_reasons, _PAGED_CROSSOVER_DECODE),
 }

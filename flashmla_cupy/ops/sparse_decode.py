@@ -205,13 +205,15 @@ _crossover = True
 
 
 def variant(sparse: bool, head_blocks: int) -> str:
-    """"indices", "crossover" or "paged". head_blocks: CTAs along the heads, of 64 heads (paged: query rows) each.
+    """Of the kernel. head_blocks: CTAs along the heads, of 64 heads (dense: query rows) each.
 
-    Two head blocks of a query token read the same keys: as a cluster, each of their CTAs dequantizes half of them.
+    Two head blocks of a query token read the same keys, and dense two blocks of rows: as a cluster, each of their CTAs
+    dequantizes half of them.
     """
-    if not sparse:
-        return "paged"
-    return "crossover" if _crossover and head_blocks % 2 == 0 else "indices"
+    crossover = _crossover and head_blocks % 2 == 0
+    if sparse:
+        return "crossover" if crossover else "indices"
+    return "paged_crossover" if crossover else "paged"
 
 
 @contextlib.contextmanager

@@ -234,6 +234,15 @@ def test_two_head_blocks_share_keys(gpu, h_q, keys, blocks):
     assert decode.name == f"sparse_decode.sm90.v32.{keys}" and decode.grid[:2] == (blocks, 3)
 
 
+@pytest.mark.parametrize("s_q, h_q, tag", [(1, 64, "paged"), (1, 128, "paged_crossover"), (2, 64, "paged_crossover"),
+                                           (3, 64, "paged"), (1, 65, "paged_crossover"), (1, 16, "paged")])
+def test_two_row_blocks_share_keys(gpu, s_q, h_q, tag):
+    q = gpu.array((2, s_q, h_q, 576))
+    flash_mla_with_kvcache(**{**dense_fp8(gpu), "q": q})
+    (decode,) = (launch for launch in gpu.take() if launch.name.startswith("sparse_decode"))
+    assert decode.name.rpartition(".")[2] == tag
+
+
 def test_the_crossover_can_be_left_out(gpu):
     arguments = sparse(gpu, h_q=128)
     flash_mla_with_kvcache(**arguments)

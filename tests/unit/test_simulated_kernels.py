@@ -177,6 +177,8 @@ PAGED = {  # layout, lengths, s_q, h_q, page size (0: contiguous), causal
     "causal, empty rows, two row blocks": (V32, (0, 65, 2), 3, 40, 16, True),
     "odd pages": (D512, (200, 70), 2, 9, 48, True),
     "contiguous": (D512, (90, 31), 2, 8, 0, True),
+    "crossover, causal over a block's end": (V32, (129, 65, 1, 300), 2, 64, 64, True),
+    "crossover, contiguous": (D512, (90, 31), 1, 128, 0, False),
 }
 
 
