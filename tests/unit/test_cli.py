@@ -15,7 +15,7 @@ from flashmla_cupy.ops import _select
 from flashmla_cupy.runtime import cache as store
 from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import device, inspect
-from flashmla_cupy.testing import checks, machine
+from flashmla_cupy.testing import checks, machine, terminal
 from flashmla_cupy.testing.compare import Errors
 from tests.common import REPO
 
@@ -224,8 +224,8 @@ def test_output_needs_the_name_of_a_file(name):
 
 
 def test_progress_without_a_terminal(monkeypatch, capsys):
-    monkeypatch.setitem(CLI["_lines"].__globals__, "SECONDS_BETWEEN_LINES", 0)
-    with CLI["progress"](CLI["console"](), "checks", 2) as advance:
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0)
+    with terminal.progress(terminal.console(), "checks", 2) as advance:
         advance("one")
         advance("two")
     assert capsys.readouterr().err == "checks: 1 of 2\nchecks: 2 of 2\n"
