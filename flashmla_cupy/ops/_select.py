@@ -49,6 +49,10 @@ def select(problem: Problem, device: DeviceInfo) -> KernelSpec:
 _experimental_allowed = False
 
 
+def experimental_allowed() -> bool:
+    return _experimental_allowed
+
+
 def selectable(spec: KernelSpec) -> bool:
     """Whether `select` may hand out `spec` now."""
     return _experimental_allowed or not spec.experimental

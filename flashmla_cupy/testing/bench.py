@@ -22,9 +22,10 @@ import numpy as np
 
 import flashmla_cupy
 from flashmla_cupy.errors import FlashMLAError
+from flashmla_cupy.ops import _select
 from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 from flashmla_cupy.runtime import env
-from flashmla_cupy.testing import bench_data, sparse_bench, trace, work_model
+from flashmla_cupy.testing import bench_data, first_call, sparse_bench, trace, work_model
 from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, SparseBenchCase
 from flashmla_cupy.testing.bench_data import BenchData
 from flashmla_cupy.testing.peers import Peer, as_torch, serving
@@ -295,7 +296,11 @@ class FirstCall:
 
 
 def first_calls(op: str = "dense_decode") -> tuple[FirstCall, FirstCall]:
-    """(cold, warm): a process with an empty cache, then one that finds the cubins. Raises FlashMLAError on failure."""
+    """(cold, warm): a process with an empty cache, then one that finds the cubins. Raises FlashMLAError on failure.
+
+    Experimental kernels run there where they do here.
+    """
+    flags = [first_call.EXPERIMENTAL] * _select.experimental_allowed()
     with tempfile.TemporaryDirectory(prefix="flashmla-cache-") as folder:
         # NVRTC 13 keeps a cache of its own, where the driver's lies.
         environment = {**os.environ, env.CACHE_DIR.name: folder, "CUDA_CACHE_PATH": folder}
@@ -303,7 +308,7 @@ def first_calls(op: str = "dense_decode") -> tuple[FirstCall, FirstCall]:
         rows = []
         for _ in range(2):
             done = subprocess.run(
-                [sys.executable, "-m", "flashmla_cupy.testing.first_call", op],
+                [sys.executable, "-m", "flashmla_cupy.testing.first_call", op, *flags],
                 capture_output=True,
                 text=True,
                 env=environment,

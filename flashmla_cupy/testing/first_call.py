@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 
+EXPERIMENTAL = "--experimental"
 
-def main(op: str = "dense_decode") -> None:
+
+def main(op: str = "dense_decode", flag: str = "") -> None:
+    """flag: EXPERIMENTAL or nothing."""
     import cupy as cp
     import ml_dtypes
 
@@ -23,7 +27,8 @@ def main(op: str = "dense_decode") -> None:
     from flashmla_cupy.ops._select import all_specs, experimental_kernels
     from flashmla_cupy.testing import trace
 
-    with experimental_kernels(), trace.launches() as names:
+    allowed = experimental_kernels() if flag == EXPERIMENTAL else contextlib.nullcontext()
+    with allowed, trace.launches() as names:
         started = time.perf_counter()
         if op == "sparse_decode":
             flash_mla_with_kvcache(q, fp8_cache, None, None, 512, is_fp8_kvcache=True, indices=indices)
