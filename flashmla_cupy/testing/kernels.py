@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flashmla_cupy.errors import FlashMLAError
+from flashmla_cupy.errors import FlashMLAError, KernelCompileError
 from flashmla_cupy.ops import _select
 from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import inspect, source
@@ -59,16 +59,23 @@ def errors(rows: list[Compiled]) -> list[Exception]:
 def dump(spec: KernelSpec, folder: Path) -> tuple[list[str], str | None]:
     """Writes the generated unit, cubin, compile log, PTX and SASS of a kernel.
 
-    Returns the file names, and why there is no SASS when no disassembler is installed.
+    Returns the file names, and why there is no SASS when no disassembler is installed. Of a kernel that does not compile
+    the unit and the log are there when KernelCompileError is raised.
     """
-    compiled = runtime_compile.compile_cubin(spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        compiled = runtime_compile.compile_cubin(spec)
+    except KernelCompileError as error:
+        (folder / f"{spec.name}.log").write_text(error.log or str(error), encoding="utf-8")
+        with contextlib.suppress(OSError, UnicodeError):  # a source that cannot be read, which the log says
+            (folder / f"{spec.name}.cu").write_text(source.generate(spec), encoding="utf-8")
+        raise
     contents = {"cu": source.generate(spec), "log": compiled.log, "ptx": runtime_compile.ptx(spec)}
     missing = None
     try:
         contents["sass"] = inspect.sass(compiled.cubin)
     except FlashMLAError as error:
         missing = str(error)
-    folder.mkdir(parents=True, exist_ok=True)
     for suffix, text in contents.items():
         (folder / f"{spec.name}.{suffix}").write_text(text, encoding="utf-8")
     (folder / f"{spec.name}.cubin").write_bytes(compiled.cubin)
@@ -81,22 +88,23 @@ def changes(specs: list[KernelSpec], interval: float, rounds: int | None = None)
     A kernel whose sources cannot be read is yielded once for each reason; compiling it says what is wrong.
     """
     seen: dict[KernelSpec, str] = {}
+    gone: dict[KernelSpec, int] = {}  # looks in a row at which a file was missing
     look = 0
     while rounds is None or look < rounds:
         look += 1
-        with contextlib.suppress(FileNotFoundError):  # an editor replacing a file
-            digests = {spec: _digest_or_reason(spec) for spec in specs}
-            changed = [spec for spec in specs if seen.get(spec) != digests[spec]]
-            seen = digests
-            if changed:
-                yield changed
+        changed = []
+        for spec in specs:
+            try:
+                digest = source.digest(spec)
+                gone[spec] = 0
+            except FileNotFoundError as error:
+                gone[spec] = gone.get(spec, 0) + 1
+                digest = str(error) if gone[spec] > 1 else seen.get(spec, "")  # once: an editor replacing a file
+            except (OSError, UnicodeError) as error:
+                digest = str(error)
+            if seen.get(spec, "") != digest:
+                changed.append(spec)
+            seen[spec] = digest
+        if changed:
+            yield changed
         time.sleep(interval)
-
-
-def _digest_or_reason(spec: KernelSpec) -> str:
-    try:
-        return source.digest(spec)
-    except FileNotFoundError:
-        raise
-    except (OSError, UnicodeError) as error:
-        return str(error)

@@ -174,6 +174,23 @@ def test_a_source_that_cannot_be_read_is_a_failed_row(only_toy, monkeypatch, tro
     assert output.count("Compiled kernels") == 3 and output.count(reason) == 1 and len(states) == 4
 
 
+def test_watch_says_when_a_source_stays_away(only_toy, monkeypatch):
+    kernel = only_toy / TOY.kernel_file
+    text = kernel.read_text()
+    steps = iter([kernel.unlink, lambda: kernel.write_text(text), kernel.unlink, lambda: None, lambda: None])
+    monkeypatch.setattr("time.sleep", lambda seconds: next(steps)())
+    output = invoke("kernels", "watch", "--rounds", "5")
+    assert output.count("Compiled kernels") == 2 and output.count(f"no {TOY.kernel_file}") == 1  # not for one look
+
+
+def test_dump_of_a_kernel_that_does_not_compile(only_toy, tmp_path):
+    kernel = only_toy / TOY.kernel_file
+    kernel.write_text(kernel.read_text() + "nonsense\n")
+    invoke("kernels", "dump", "--to", str(tmp_path / "dump"), code=1)
+    assert {path.name for path in (tmp_path / "dump").iterdir()} == {f"{TOY.name}.cu", f"{TOY.name}.log"}
+    assert "nonsense" in (tmp_path / "dump" / f"{TOY.name}.log").read_text()
+
+
 def test_watch_with_a_dump_folder_that_cannot_be_written(only_toy, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLASHMLA_DUMP_DIR", str(tmp_path / "file" / "dump"))
