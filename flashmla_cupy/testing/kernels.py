@@ -59,8 +59,8 @@ def errors(rows: list[Compiled]) -> list[Exception]:
 def dump(spec: KernelSpec, folder: Path) -> tuple[list[str], str | None]:
     """Writes the generated unit, cubin, compile log, PTX and SASS of a kernel.
 
-    Returns the file names, and why there is no SASS when no disassembler is installed. Of a kernel that does not compile
-    the unit and the log are there when KernelCompileError is raised.
+    Returns the file names, and why there is no SASS when no disassembler is installed. Of a kernel that does not
+    compile the unit and the log are there when KernelCompileError is raised.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
