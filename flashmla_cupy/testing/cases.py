@@ -7,8 +7,10 @@ from `seed` alone, so a case that fails on one machine is the same case on every
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 HEAD_DIM_V = 512
 INT_MAX = 2**31 - 1
@@ -75,31 +77,34 @@ class Case:
         ]
         if self.causal:
             parts.append("causal")
-        for label, value, default in (
-            ("q", self.q_layout, "dense"),
-            ("out", self.out_layout, "dense"),
-            ("kv", self.cache_layout, "dense"),
-            ("table", self.table, "exact"),
-        ):
-            if value != default:
-                parts.append(f"{label}:{value}")
-        if self.softmax_scale is not None:
-            parts.append(f"scale={self.softmax_scale:.4g}")
-        if self.q_gain != 1.0:
-            parts.append(f"gain={self.q_gain:g}")
-        return " ".join(parts) + f" #{self.seed}"
+        return name_of(self, parts, q="q_layout", out="out_layout", kv="cache_layout", table="table")
 
     def variants(self) -> list[Case]:
         """The same data with every other content of what must not matter (used when `unchanged`)."""
         others = [replace(self, poison=poison) for poison in POISONS if poison != self.poison]
-        if self.page_size != CONTIGUOUS:
-            others += [
-                replace(self, unused_entry=entry, table=table)
-                for entry in UNUSED_ENTRIES
-                for table in ("exact", "wide")
-                if (entry, table) != (self.unused_entry, self.table)
-            ]
-        return others
+        return others + other_tables(self)
+
+
+def name_of(case: Any, parts: list[str], **labels: str) -> str:
+    """`parts`, label:value of each field (label=field) that has not its default, softmax scale, q_gain and seed."""
+    defaults = {field.name: field.default for field in fields(case)}
+    values = {label: getattr(case, name) for label, name in labels.items()}
+    parts = parts + [f"{label}:{value}" for label, value in values.items() if value != defaults[labels[label]]]
+    if case.softmax_scale is not None:
+        parts.append(f"scale={case.softmax_scale:.4g}")
+    if case.q_gain != 1.0:
+        parts.append(f"gain={case.q_gain:g}")
+    return " ".join(parts) + f" #{case.seed}"
+
+
+def other_tables(case: Any) -> list[Any]:
+    """`case` with every other content and width of its block table, if it has one."""
+    return [
+        replace(case, unused_entry=entry, table=table)
+        for entry in UNUSED_ENTRIES
+        for table in ("exact", "wide")
+        if case.page_size != CONTIGUOUS and (entry, table) != (case.unused_entry, case.table)
+    ]
 
 
 def lengths_label(lengths: tuple[int, ...]) -> str:
@@ -253,9 +258,13 @@ SUITES = {"smoke": smoke, "corner": corner, "full": full}
 
 def suite(name: str) -> tuple[Case, ...]:
     """The dense decode cases of a suite; `full` contains the corner cases too. Raises ValueError on another name."""
-    if name not in SUITES:
-        raise ValueError(f"suite: got {name!r}, expected one of {', '.join(SUITES)}")
-    return full() + corner() if name == "full" else SUITES[name]()
+    return pick(SUITES, name)
+
+
+def pick(suites: dict[str, Callable[[], tuple]], name: str) -> tuple:
+    if name not in suites:
+        raise ValueError(f"suite: got {name!r}, expected one of {', '.join(suites)}")
+    return suites["full"]() + suites["corner"]() if name == "full" else suites[name]()
 
 
 class _Deck:

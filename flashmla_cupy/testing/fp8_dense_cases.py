@@ -21,6 +21,9 @@ from flashmla_cupy.testing.cases import (
     _Deck,
     _numbered,
     lengths_label,
+    name_of,
+    other_tables,
+    pick,
 )
 from flashmla_cupy.testing.sparse_cases import CACHE_LAYOUTS, HEADS, LAYOUTS, POISONS, SCALES
 
@@ -79,33 +82,15 @@ class Fp8DenseCase:
         parts.append(f"page{self.page_size}" if self.page_size else "contiguous")
         if self.causal:
             parts.append("causal")
-        for label, value, default in (
-            ("scales", self.scales, "quantized"),
-            ("kv", self.cache_layout, "dense"),
-            ("table", self.table, "exact"),
-            ("q", self.q_layout, "dense"),
-            ("out", self.out_layout, "dense"),
-        ):
-            if value != default:
-                parts.append(f"{label}:{value}")
-        if self.softmax_scale is not None:
-            parts.append(f"scale={self.softmax_scale:.4g}")
-        if self.q_gain != 1.0:
-            parts.append(f"gain={self.q_gain:g}")
-        return " ".join(parts) + f" #{self.seed}"
+        return name_of(
+            self, parts, scales="scales", kv="cache_layout", table="table", q="q_layout", out="out_layout"
+        )
 
     def variants(self) -> list[Fp8DenseCase]:
         """The same tokens with every other content of what must not matter (used when `unchanged`)."""
         others = [replace(self, poison=poison) for poison in POISONS if poison != self.poison]
         others += [replace(self, cache_layout=kind) for kind in CACHE_LAYOUTS if kind != self.cache_layout]
-        if self.page_size != CONTIGUOUS:
-            others += [
-                replace(self, unused_entry=entry, table=table)
-                for entry in UNUSED_ENTRIES
-                for table in ("exact", "wide")
-                if (entry, table) != (self.unused_entry, self.table)
-            ]
-        return others
+        return others + other_tables(self)
 
 
 @cache
@@ -225,6 +210,4 @@ SUITES = {"smoke": smoke, "corner": corner, "full": full}
 
 def suite(name: str) -> tuple[Fp8DenseCase, ...]:
     """The cases of a suite; `full` contains the corner cases too. Raises ValueError on another name."""
-    if name not in SUITES:
-        raise ValueError(f"suite: got {name!r}, expected one of {', '.join(SUITES)}")
-    return full() + corner() if name == "full" else SUITES[name]()
+    return pick(SUITES, name)

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, replace
 from functools import cache
 
-from flashmla_cupy.testing.cases import INT_MAX, Q_LAYOUTS, YARN_SCALE, _Deck, _numbered
+from flashmla_cupy.testing.cases import INT_MAX, Q_LAYOUTS, YARN_SCALE, _Deck, _numbered, name_of, pick
 
 INT_MIN = -(2**31)
 
@@ -94,26 +94,12 @@ class SparseCase:
         parts.append(f"page{self.page_size}x{-(-self.tokens // self.page_size)}")
         if self.extra_topk:
             parts.append(f"extra={self.extra_topk}/page{self.extra_page_size}")
-        for label, value, default in (
-            ("invalid", self.invalid, "none"),
-            ("value", self.invalid_value, None),
-            ("length", self.length, "none"),
-            ("extra_length", self.extra_length, "none"),
-            ("scales", self.scales, "quantized"),
-            ("sink", self.sink, "none"),
-            ("kv", self.cache_layout, "dense"),
-            ("q", self.q_layout, "dense"),
-            ("out", self.out_layout, "dense"),
-        ):
-            if value != default:
-                parts.append(f"{label}:{value}")
         if self.few_slots:
             parts.append("duplicates")
-        if self.softmax_scale is not None:
-            parts.append(f"scale={self.softmax_scale:.4g}")
-        if self.q_gain != 1.0:
-            parts.append(f"gain={self.q_gain:g}")
-        return " ".join(parts) + f" #{self.seed}"
+        return name_of(
+            self, parts, invalid="invalid", value="invalid_value", length="length", extra_length="extra_length",
+            scales="scales", sink="sink", kv="cache_layout", q="q_layout", out="out_layout",
+        )
 
     def variants(self) -> list[SparseCase]:
         """The same keys with every other content of what must not matter (used when `unchanged`)."""
@@ -254,6 +240,4 @@ SUITES = {"smoke": smoke, "corner": corner, "full": full}
 
 def suite(name: str) -> tuple[SparseCase, ...]:
     """The sparse decode cases of a suite; `full` contains the corner cases too. Raises ValueError on another name."""
-    if name not in SUITES:
-        raise ValueError(f"suite: got {name!r}, expected one of {', '.join(SUITES)}")
-    return full() + corner() if name == "full" else SUITES[name]()
+    return pick(SUITES, name)
