@@ -136,27 +136,20 @@ class ParamTemplate:
         record = params.new(struct_name)
         for name, value in fields.items():
             record[name] = value
-        self.pointers = [name for name in dtype.names if dtype[name] == np.uint64]
-        data, end, layout = record.tobytes(), 0, "<"
-        self._parts: list[Any] = []  # bytes between pointers, and places of pointers
-        self._places = []
-        for name in self.pointers:
-            offset = dtype.fields[name][1]
-            if offset > end:
-                layout += f"{offset - end}s"
-                self._parts.append(data[end:offset])
-            layout += "Q"
-            self._places.append(len(self._parts))
-            self._parts.append(0)
-            end = offset + 8
-        self._pack = struct.Struct(f"{layout}{len(data) - end}s").pack
-        self._parts.append(data[end:])
+        data, offsets = record.tobytes(), [dtype.fields[name][1] for name in dtype.names if dtype[name] == np.uint64]
+        # Runs of consecutive pointers: how each is packed, which pointers it takes, and the bytes up to the next.
+        starts = [i for i, offset in enumerate(offsets) if i == 0 or offset != offsets[i - 1] + 8]
+        stops = [*starts[1:], len(offsets)]
+        self._head, self._runs = data[:offsets[0]], []
+        for start, stop in zip(starts, stops, strict=True):
+            end = offsets[stop] if stop < len(offsets) else len(data)
+            last = stop if stop < len(offsets) else None  # one pointer too many is noticed
+            self._runs.append((struct.Struct(f"<{stop - start}Q").pack, slice(start, last),
+                               data[offsets[stop - 1] + 8:end]))
 
     def fill(self, *pointers: int, head: bytes | None = None) -> bytes:
         """The struct with its pointers in order of declaration; `head`: the bytes before them (a tensor map)."""
-        parts = self._parts.copy()
-        if head is not None:
-            parts[0] = head
-        for place, pointer in zip(self._places, pointers, strict=True):
-            parts[place] = pointer
-        return self._pack(*parts)
+        data = self._head if head is None else head
+        for pack, which, after in self._runs:
+            data += pack(*pointers[which]) + after
+        return data

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import sys
 import time
 
@@ -15,6 +16,7 @@ from fake_gpu import BF16, STREAM, FakeGpu, gpu  # noqa: F401
 from flashmla_cupy import flash_mla_with_kvcache, get_mla_metadata, merge_states
 from flashmla_cupy.ops import _device, _plans, combine, sched_meta
 from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
+from flashmla_cupy.runtime import params
 
 DENSE = "dense_decode.overlay_sm90"  # what `select` prefers among experimental kernels
 DECODE, COMBINE, SCHED = f"{DENSE}.bf16.d576", "combine.sm80.bf16", "sched_meta.sm80"
@@ -405,3 +407,15 @@ def test_host_time_of_a_planned_call(gpu):
         best = min(best, (time.perf_counter() - begin) / 500)
     print(f"host time of a planned call: {best * 1e6:.1f} us", file=sys.stderr)
     assert best < 100e-6
+
+
+@pytest.mark.parametrize("name", list(params.STRUCTS))
+def test_pointers_go_to_their_fields(name):
+    dtype = params.STRUCTS[name]
+    pointers = [field for field in dtype.names if dtype[field] == np.uint64]
+    template, values = _device.ParamTemplate(name), range(1, len(pointers) + 1)
+    record = np.frombuffer(template.fill(*values), dtype)[0]
+    assert [int(record[field]) for field in pointers] == list(values)
+    for count in (len(pointers) - 1, len(pointers) + 1):
+        with pytest.raises(struct.error):
+            template.fill(*range(count))
