@@ -22,7 +22,7 @@ struct RowState {
   // shows only where it outweighs the rest: so the maximum moves when the new probability exceeds a quarter of some
   // thread's share of the sum (then it may be more than 1/16 of the whole), or 2^8 (the range of fp16).
   __device__ __forceinline__ bool outgrown(float tile_max_log2) const {
-    return tile_max_log2 > max_log2 && ptx::ex2_approx_ftz(tile_max_log2 - max_log2) > fminf(0.25f * sum, 256.0f);
+    return (tile_max_log2 > max_log2) & (ptx::ex2_approx_ftz(tile_max_log2 - max_log2) > fminf(0.25f * sum, 256.0f));
   }
   // Makes a larger row maximum the reference; returns the factor for what was accumulated before.
   __device__ __forceinline__ float raise(float tile_max_log2) {
@@ -39,7 +39,7 @@ struct RowState {
 __device__ __forceinline__ void update_maxima(RowState& row0, RowState& row1, float tile_max0, float tile_max1,
                                               float& rescale0, float& rescale1) {
   rescale0 = rescale1 = 1.0f;
-  if (__any_sync(0xffffffffu, row0.outgrown(tile_max0) || row1.outgrown(tile_max1))) {
+  if (__any_sync(0xffffffffu, row0.outgrown(tile_max0) | row1.outgrown(tile_max1))) {
     rescale0 = row0.raise(tile_max0);
     rescale1 = row1.raise(tile_max1);
   }
@@ -67,8 +67,7 @@ __device__ __forceinline__ void row_max(const float (&s)[32], float& max0, float
     max0 = fmaxf(max0, fmaxf(s[4 * i], s[4 * i + 1]));
     max1 = fmaxf(max1, fmaxf(s[4 * i + 2], s[4 * i + 3]));
   }
-  max0 = tile::quad_max(max0);
-  max1 = tile::quad_max(max1);
+  tile::quad_max(max0, max1);
 }
 
 // s becomes exp2(s * scale - max_log2), added to the sums.

@@ -5,21 +5,22 @@
 // that leaves shared memory for three KV stages. Two warpgroups only accumulate, each one half of the 512 output dims.
 //
 // grid    (ceil(rows / 64), h_kv, num_sm_parts), rows = s_q * h_q / h_kv: CTAs sharing KV are neighbours
-// block   384 threads, one CTA an SM, no cluster, 168 registers a thread
+// block   384 threads, one CTA an SM, no cluster; 184 registers a thread for scores, 160 for output
 // roles   warpgroup 0  scores: S = Q K^T, softmax, P to shared memory, row sums, log-sum-exp
 //         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
 //         One elected lane of each output warp loads: warp w of half h tile 4 h + w of K, into the stage that its own
-//         warpgroup has just left; warp 2 of half 0 also the RoPE tile, once Q K^T has left it.
-// order   Half 0 starts P V (n) as soon as P (n) is written, beside Q K^T (n + 1); half 1 is told only when Q K^T (n + 1)
-//         is nearly done, and keeps the tensor cores busy while the score warpgroup is at its softmax of n + 1.
+//         warpgroup has just left; warp 2 of half 1 also the RoPE tile, once both have left the stage.
+// order   Several tiles of rows (bound by compute and power): the halves are told of P (n) only when Q K^T (n + 1) is nearly
+//         done, and keep the tensor cores busy while the score warpgroup is at its softmax of n + 1. One tile (bound by
+//         memory): at once, so that the stage is free the sooner.
+// P (n) takes the place of the RoPE tile of its stage, which Q K^T (n) was the last to read.
 //
 // barrier            arrivals     bytes        armed by         waited on by
 // half_full[h][s][t] 1 + TMA      8192 or less half h           scores, half h     tile t of half h has landed in stage s
-// half_empty[h][s]   4 (warps)    -            half h           half h             P V of the block in stage s is done
-// rope_full          1 + TMA      8192 or less half 0           scores             the RoPE tile has landed
-// rope_empty         4 (warps)    -            scores           half 0             Q K^T of the block is done
-// p_full[h]          4 (warps)    -            scores           half h             p, rescale, inv_sum may be read
-// p_empty            8 (warps)    -            both halves      scores             p, rescale, inv_sum have been read
+// rope_full[s]       1 + TMA      8192 or less half 1           scores             the RoPE tile has landed in stage s
+// half_empty[h][s]   4 (warps)    -            half h           half h, half 1     P V of the block in stage s is done
+// p_full             4 (warps)    -            scores           both halves        p, rescale, inv_sum may be read
+// p_empty            8 (warps)    -            both halves      scores             rescale, inv_sum have been read
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/online_softmax.cuh"
@@ -30,12 +31,14 @@
 #include "common/params.cuh"
 #include "dense_decode/config.cuh"
 #include "ptx/bar.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/cp_async_bulk.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_st.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
@@ -137,94 +140,84 @@ __device__ __forceinline__ const Element* query_row(const DenseDecodeParams& par
 }
 
 // Q of one request: the first kQRegSteps x 16 dims as wgmma A fragments, straight from global memory; the rest,
-// swizzled, to shared memory. Rows past the last are zero: multiplying zeros takes the least power, and the clock of a
-// loaded chip follows its power.
+// swizzled, to shared memory. All loads are in flight at once. Rows past the last are zero: multiplying zeros takes the
+// least power, and the clock of a loaded chip follows its power.
 template <class Config>
 __device__ __forceinline__ void load_query(const DenseDecodeParams& params, int req, typename Config::Storage& smem,
                                            uint32_t (&q)[Config::kQRegSteps][4]) {
   using Element = typename Config::Element;
   const int first_row = blockIdx.x * Config::kRows, rows = params.s_q * params.heads_per_kv;
   ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
-  // Tiles 7 and up and the piece of tile 6: a thread copies one 16-byte column chunk of four rows, two at a time.
-  const int chunk = ptx::tid_x() % 8;
-  constexpr int kSmemTiles = Config::kTiles - 7;
-#pragma unroll 1
-  for (int first = ptx::tid_x() % 128 / 8; first < 64; first += 32) {
-    uint4 v[2][kSmemTiles + 1];
+  // Tile 8 and the piece of tile 7: a thread copies one 16-byte column chunk of four rows.
+  const int column = ptx::tid_x() % 8;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int row = first_row + first + 16 * i;
-      const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, row)) + chunk;
-#pragma unroll
-      for (int t = 0; t <= kSmemTiles; t++)
-        v[i][t] = row < rows ? ptx::ld_global_nc_v4(src + 8 * (6 + t)) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int row = first + 16 * i;
-#pragma unroll
-      for (int t = 0; t < kSmemTiles; t++)
-        ptx::st_shared_v4(smem_addr(smem.q[t]) + tile::swizzle_128b(row, chunk), v[i][t + 1]);
-      if (chunk >= 6) ptx::st_shared_v4(smem_addr(smem.q_piece) + tile::swizzle_32b(row, chunk - 6), v[i][0]);
-    }
+  for (int i = 0; i < 4; i++) {
+    const int row = ptx::tid_x() % 128 / 8 + 16 * i;
+    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, first_row + row)) + column;
+    const uint32_t bytes = first_row + row < rows ? 16 : 0;
+    if (Config::kRope) ptx::cp_async_16(smem_addr(smem.q_rope) + tile::swizzle_128b(row, column), src + 8 * 8, bytes);
+    if (column >= 6) ptx::cp_async_16(smem_addr(smem.q_piece) + tile::swizzle_32b(row, column - 6), src + 8 * 7, bytes);
   }
-  ptx::fence_proxy_async();
-  ptx::bar_sync(kScoreBarrier, 128);
-  // A lane loads 16 bytes of its row; four lanes then trade, so that each holds its columns of two steps. As many loads
-  // are in flight at once as there are registers for.
-  constexpr int kPairs = (Config::kQRegSteps + 1) / 2, kInFlight = kPairs / 2;
+  // A lane loads 16 bytes of its row for two steps; four lanes then trade, so that each holds its columns. The odd step
+  // left over is loaded as it is held.
+  constexpr int kPairs = Config::kQRegSteps / 2, kOddStep = Config::kQRegSteps - 1;
+  static_assert(Config::kQRegSteps % 2 == 1, "an odd step is left over");
+  uint4 chunk[2][kPairs];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = first_row + tile::fragment_row_again() + 8 * r;
     const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, row)) + (tile::lane_id() & 3);
-    const uint32_t keep = row < rows ? ~0u : 0u;
 #pragma unroll
-    for (int first = 0; first < kPairs; first += kInFlight) {
-      uint4 chunk[kInFlight];
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kInFlight; i++) chunk[i] = ptx::ld_global_nc_v4(src + 4 * (first + i));
-#pragma unroll
-      for (int i = 0; i < kInFlight; i++) {
-        uint32_t v[4] = {chunk[i].x & keep, chunk[i].y & keep, chunk[i].z & keep, chunk[i].w & keep};
-        tile::quad_transpose(v);
-        const int k = 2 * (first + i);
-        q[k][r] = v[0];
-        q[k][2 + r] = v[1];
-        if (k + 1 < Config::kQRegSteps) {
-          q[k + 1][r] = v[2];
-          q[k + 1][2 + r] = v[3];
-        }
-      }
-    }
+    for (int i = 0; i < kPairs; i++) chunk[r][i] = ptx::ld_global_nc_v4(src + 4 * i);
+    const int32_t* odd = reinterpret_cast<const int32_t*>(query_row<Element>(params, req, row)) + (tile::lane_id() & 3);
+    q[kOddStep][r] = ptx::ld_global_nc(odd + 8 * kOddStep);
+    q[kOddStep][2 + r] = ptx::ld_global_nc(odd + 8 * kOddStep + 4);
   }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const uint32_t keep = first_row + tile::fragment_row_again() + 8 * r < rows ? ~0u : 0u;
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      uint32_t v[4] = {chunk[r][i].x, chunk[r][i].y, chunk[r][i].z, chunk[r][i].w};
+      tile::quad_transpose(v);
+      q[2 * i][r] = v[0] & keep;
+      q[2 * i][2 + r] = v[1] & keep;
+      q[2 * i + 1][r] = v[2] & keep;
+      q[2 * i + 1][2 + r] = v[3] & keep;
+    }
+    q[kOddStep][r] &= keep;
+    q[kOddStep][2 + r] &= keep;
+  }
+  ptx::cp_async_wait_all();
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kScoreBarrier, 128);
 }
 
 // S = Q K^T for one block; tiles are used as they land. Two commit groups: all tiles but the last, and the last.
 template <class Config>
 __device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)[Config::kQRegSteps][4],
-                                             typename Config::Storage& smem, int stage, uint32_t phase,
-                                             uint32_t rope_phase) {
+                                             typename Config::Storage& smem,
+                                             const tile::RingPosition<Config::kStages>& ring) {
   using Element = typename Config::Element;
 #pragma unroll
   for (int t = 0; t < Config::kTiles; t++) {
     const bool rope = t == 8;
     const int half = rope ? 0 : t / 4;
-    tile::wait(smem_addr(rope ? &smem.rope_full : &smem.half_full[half][stage][t % 4]), rope ? rope_phase : phase);
+    tile::wait(smem_addr(rope ? &smem.rope_full[ring.stage] : &smem.half_full[half][ring.stage][t % 4]), ring.phase);
     ptx::wgmma_fence();
     if (t == Config::kTiles - 1) ptx::wgmma_commit_group();
-    const uint64_t k_desc = tile::k_major_desc(smem_addr(rope ? smem.k_rope[0] : smem.k_half[half][stage][t % 4]));
+    const auto* k = rope ? smem.rope_or_p[ring.stage] : smem.k_half[half][ring.stage][t % 4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const uint64_t b = tile::advance(k_desc, k * tile::kKMajorStepBytes);
-      const int step = 4 * t + k;
+    for (int i = 0; i < 4; i++) {
+      const uint64_t b = tile::advance(tile::k_major_desc(smem_addr(k)), i * tile::kKMajorStepBytes);
+      const int step = 4 * t + i;
       if (step < Config::kQRegSteps) {
         ptx::wgmma_m64n64k16_rs<Element>(s, q[step < Config::kQRegSteps ? step : 0], b, step > 0);
-      } else if (t < 7) {
-        ptx::wgmma_m64n64k16_ss<Element>(s, tile::k_major_desc_32b(smem_addr(smem.q_piece)), b, 1);
+      } else if (rope) {
+        const uint64_t a = tile::advance(tile::k_major_desc(smem_addr(smem.q_rope)), i * tile::kKMajorStepBytes);
+        ptx::wgmma_m64n64k16_ss<Element>(s, a, b, 1);
       } else {
-        const uint64_t a = tile::k_major_desc(smem_addr(smem.q[t < 7 ? 0 : t - 7]));
-        ptx::wgmma_m64n64k16_ss<Element>(s, tile::advance(a, k * tile::kKMajorStepBytes), b, 1);
+        ptx::wgmma_m64n64k16_ss<Element>(s, tile::k_major_desc_32b(smem_addr(smem.q_piece)), b, 1);
       }
     }
   }
@@ -254,13 +247,13 @@ __device__ __forceinline__ void mask_scores(const DenseDecodeParams& params, con
                           min(visible_tokens(params, seqlen, row + 8), seqlen));
 }
 
-// Registers are scarce here (Q takes 108 of 168): what the loop over blocks does not need every time is derived again.
+// Registers are scarce here (Q takes 124 of 184): what the loop over blocks does not need every time is derived again.
 template <class Config>
 __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
   const int first_row = blockIdx.x * Config::kRows;
   tile::RingPosition<Config::kStages> k_ring;
-  uint32_t parity = 0;  // of the block count: rope_full, rope_empty, p_full and p_empty complete once a block
+  uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
   uint32_t q[Config::kQRegSteps][4];
   float s[32];
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
@@ -276,15 +269,13 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       unmasked_blocks = visible_tokens(params, fragment.seqlen, first_row) / Config::kBlock;
     }
     if (block < end_block) load_query<Config>(params, req, smem, q);
-    bool pending = false;  // P of the block before is not announced to output warpgroup 1 yet
+    const bool late = gridDim.x > 1;
+    bool pending = false;  // P of the block before is not announced yet
     for (; block < end_block; block++) {
-      issue_scores<Config>(s, q, smem, k_ring.stage, k_ring.phase, parity);
+      issue_scores<Config>(s, q, smem, k_ring);
       ptx::wgmma_wait_group<1>();
-      if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
+      if (pending) arrive_once_per_warp(smem_addr(&smem.p_full));
       ptx::wgmma_wait_group<0>();
-      if (Config::kTiles > 8) arrive_once_per_warp(smem_addr(&smem.rope_empty));
-      k_ring.advance();
-
       if (block >= unmasked_blocks) mask_scores(params, plan, req, block, s);
       float max0, max1, rescale0, rescale1;
       attention::row_max(s, max0, max1);
@@ -293,9 +284,11 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
 
       tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
       parity ^= 1;
+      ptx::bar_sync(kScoreBarrier, 128);  // no warp's Q K^T reads the RoPE tile any more
       uint32_t p[4][4];
       attention::pack_probabilities<typename Config::Element>(s, p);
-      attention::store_probabilities(p, smem_addr(smem.p));
+      attention::store_probabilities(p, smem_addr(smem.rope_or_p[k_ring.stage]));
+      k_ring.advance();
       if (block + 1 == end_block) {
         state0.sum = tile::quad_sum(state0.sum);
         state1.sum = tile::quad_sum(state1.sum);
@@ -309,9 +302,8 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
           smem.inv_sum[row + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
         }
       }
-      arrive_once_per_warp(smem_addr(&smem.p_full[0]));
-      pending = block + 1 < end_block;
-      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
+      pending = late && block + 1 < end_block;
+      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full));
     }
     const int slot = load_fragment(params, plan, req).slot;
     store_lse(params, slot, req, row, state0.max_log2 + ptx::lg2_approx_ftz(state0.sum));
@@ -320,52 +312,41 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
 }
 
 // ---- output -----------------------------------------------------------------------------------------------------
-// What a warp of an output warpgroup loads: tile `warp` of its half of K, kStages blocks ahead. Warp 2 of half 0 also
-// loads the RoPE tile, two blocks ahead of the P V it has done, after Q K^T of the block before. The positions live in
-// shared memory because the accumulators leave no registers for them. One elected lane calls the loads.
+// What a warp of an output warpgroup loads, kStages blocks ahead: tile `warp` of its half of K, and warp 2 of half 1 the
+// RoPE tile. The position lives in shared memory because the accumulators leave no registers for it. One elected lane calls
+// the loads.
 template <class Config, int half>
 struct Loader {
   const DenseDecodeParams& params;
   const PartPlan& plan;
   typename Config::Storage& smem;
 
-  static constexpr bool kRope = half == 0 && Config::kTiles > 8;
-  __device__ __forceinline__ bool is_rope_warp() const { return kRope && tile::warp_in_group() == 2; }
-  __device__ __forceinline__ BlockPosition& next_half() const { return smem.next_half[half][tile::warp_in_group()]; }
+  __device__ __forceinline__ BlockPosition& next() const { return smem.next[half][tile::warp_in_group()]; }
 
   __device__ __forceinline__ void begin() const {
     if (ptx::elect_sync()) {
-      first_block(params, plan, next_half());
-      if (is_rope_warp()) smem.next_rope = next_half();
-      for (int stage = 0; stage < Config::kStages; stage++) load_half(stage, 1, locate_next(next_half()));
-      if (is_rope_warp()) {
-        load_rope(0);
-        load_rope(1);
-      }
+      first_block(params, plan, next());
+      for (int stage = 0; stage < Config::kStages; stage++) load(stage, 1, locate_next());
     }
     __syncwarp();
   }
   // Where the next block lies; token -1: there is none.
-  __device__ __forceinline__ PageToken locate_next(const BlockPosition& next) const {
-    if (next.req > plan.end_req) return {0, -1};
-    return locate(params, next.req, next.block * Config::kBlock);
+  __device__ __forceinline__ PageToken locate_next() const {
+    if (next().req > plan.end_req) return {0, -1};
+    return locate(params, next().req, next().block * Config::kBlock);
   }
   // Into `stage`, once every warp has left it (parity of half_empty).
-  __device__ __forceinline__ void load_half(int stage, uint32_t empty_parity, PageToken at) const {
+  __device__ __forceinline__ void load(int stage, uint32_t empty_parity, PageToken at) const {
     if (at.token < 0) return;
     const int warp = tile::warp_in_group();
     tile::wait(smem_addr(&smem.half_empty[half][stage]), empty_parity);
-    load_tile(params, next_half(), at, smem_addr(smem.k_half[half][stage][warp]),
+    load_tile(params, next(), at, smem_addr(smem.k_half[half][stage][warp]),
               smem_addr(&smem.half_full[half][stage][warp]), 4 * half + warp);
-    next_block(params, plan, next_half());
-  }
-  // The index-th RoPE tile of this CTA.
-  __device__ __forceinline__ void load_rope(uint32_t index) const {
-    const PageToken at = locate_next(smem.next_rope);
-    if (at.token < 0) return;
-    tile::wait(smem_addr(&smem.rope_empty), (index & 1) ^ 1);
-    load_tile(params, smem.next_rope, at, smem_addr(smem.k_rope[0]), smem_addr(&smem.rope_full), 8);
-    next_block(params, plan, smem.next_rope);
+    if (Config::kRope && half == 1 && warp == 2) {
+      tile::wait(smem_addr(&smem.half_empty[0][stage]), empty_parity);
+      load_tile(params, next(), at, smem_addr(smem.rope_or_p[stage]), smem_addr(&smem.rope_full[stage]), 8);
+    }
+    next_block(params, plan, next());
   }
 };
 
@@ -421,22 +402,22 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
       const uint32_t v_tiles = smem_addr(smem.k_half[half][k_ring.stage]);
 #pragma unroll
       for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[half][k_ring.stage][t]), k_ring.phase);
-      tile::wait(smem_addr(&smem.p_full[half]), parity);
+      tile::wait(smem_addr(&smem.p_full), parity);
       parity ^= 1;
       if (block + 1 == end_block) zero_tail(params, plan, req, block, v_tiles, half);
-      attention::start_block<typename Config::Element>(o, smem_addr(smem.p), smem.rescale, v_tiles, first, [&] {
-        // The last block's row factors are kept until inv_sum has been read.
-        if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
-      });
+      if (!first) {
+        const int row = tile::fragment_row();
+        attention::rescale_output(smem.rescale[row], smem.rescale[row + 8], o);
+      }
+      // The last block's row factors are kept until inv_sum has been read.
+      if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
+      attention::start_product<typename Config::Element>(o, smem_addr(smem.rope_or_p[k_ring.stage]), v_tiles, first);
       PageToken ahead{0, -1};  // found while the products run
-      if (ptx::elect_sync()) ahead = loader.locate_next(loader.next_half());
+      if (ptx::elect_sync()) ahead = loader.locate_next();
       __syncwarp();
       ptx::wgmma_wait_group<0>();
       arrive_once_per_warp(smem_addr(&smem.half_empty[half][k_ring.stage]));
-      if (ptx::elect_sync()) {
-        loader.load_half(k_ring.stage, k_ring.phase, ahead);
-        if (loader.is_rope_warp() && block + 1 < end_block) loader.load_rope(parity ^ 1);
-      }
+      if (ptx::elect_sync()) loader.load(k_ring.stage, k_ring.phase, ahead);
       __syncwarp();
       k_ring.advance();
     }
@@ -450,9 +431,6 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
     const int row = blockIdx.x * Config::kRows + tile::fragment_row_again();
     store_output_row<Config, 0>(params, fragment, req, half, row, o, inv_sum0);
     store_output_row<Config, 2>(params, fragment, req, half, row + 8, o, inv_sum1);
-    // Not before: this waits for Q K^T of the next request.
-    if (loader.is_rope_warp() && !empty && ptx::elect_sync()) loader.load_rope(parity ^ 1);
-    __syncwarp();
   }
 }
 
@@ -465,9 +443,8 @@ __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
       ptx::mbarrier_init(smem_addr(&smem.half_empty[half][stage]), 4);
     }
   }
-  ptx::mbarrier_init(smem_addr(&smem.rope_full), 1);
-  ptx::mbarrier_init(smem_addr(&smem.rope_empty), 4);
-  for (int half = 0; half < 2; half++) ptx::mbarrier_init(smem_addr(&smem.p_full[half]), 4);
+  for (int stage = 0; stage < Config::kStages; stage++) ptx::mbarrier_init(smem_addr(&smem.rope_full[stage]), 1);
+  ptx::mbarrier_init(smem_addr(&smem.p_full), 4);
   ptx::mbarrier_init(smem_addr(&smem.p_empty), 8);
   ptx::fence_mbarrier_init();
 }
@@ -494,12 +471,16 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
   __syncthreads();
   const PartPlan& plan = smem.plan;  // read where needed: registers are scarce in every role
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (group == 0)
+  if (group == 0) {
+    ptx::setmaxnreg_inc<Config::kScoreRegisters>();
     compute_scores<Config>(params, plan, smem);
-  else if (group == 1)
-    compute_output<Config, 0>(params, plan, smem);
-  else
-    compute_output<Config, 1>(params, plan, smem);
+  } else {
+    ptx::setmaxnreg_dec<Config::kOutputRegisters>();
+    if (group == 1)
+      compute_output<Config, 0>(params, plan, smem);
+    else
+      compute_output<Config, 1>(params, plan, smem);
+  }
 }
 
 }  // namespace flashmla::dense_decode

@@ -27,7 +27,6 @@
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/online_softmax.cuh"
-#include "attention/output_product.cuh"
 #include "attention/output_tile.cuh"
 #include "attention/split.cuh"
 #include "common/check.cuh"
@@ -518,7 +517,6 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       parity ^= 1;
       attention::pack_probabilities<bf16_t>(s, p);
       attention::store_probabilities(p, smem_addr(smem.p));
-      ptx::fence_proxy_async();  // wgmma reads P
       if (last) {
         state0.sum = tile::quad_sum(state0.sum);
         state1.sum = tile::quad_sum(state1.sum);

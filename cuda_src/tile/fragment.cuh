@@ -19,9 +19,14 @@ __device__ __forceinline__ int fragment_row_again() {
 // First of the two adjacent columns a thread holds in each group of 8.
 __device__ __forceinline__ int fragment_col() { return (lane_id() & 3) * 2; }
 
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+// Of two values at once: their shuffles wait side by side.
+__device__ __forceinline__ void quad_max(float& x, float& y) {
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const float other_x = __shfl_xor_sync(0xffffffffu, x, distance), other_y = __shfl_xor_sync(0xffffffffu, y, distance);
+    x = fmaxf(x, other_x);
+    y = fmaxf(y, other_y);
+  }
 }
 
 __device__ __forceinline__ float quad_sum(float x) {

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 BLOCKS = 5
-PERIOD, QK, PV, SOFTMAX, LOAD = 10.0, 6.0, 4.0, 3.8, 9.0  # of one KV block, in arbitrary units
+PERIOD, QK, PV, SOFTMAX, LOAD = 10.0, 6.0, 3.8, 3.8, 9.0  # of one KV block, in arbitrary units
 STAGES = 3
 LANES = (
     "warpgroup 0: scores",
@@ -37,18 +37,15 @@ def draw(path: Path) -> None:
 
     bar(loads, -LOAD - 0.4, LOAD, "load", f"K(0) … K({STAGES - 1})")
     for n in range(BLOCKS):
-        qk, written = n * PERIOD, n * PERIOD + QK + SOFTMAX
-        early, late = (n + 1) * PERIOD + 0.2, (n + 1) * PERIOD + QK
+        qk, late = n * PERIOD, (n + 1) * PERIOD + QK
         bar(scores, qk, QK, "qk", f"Q Kᵀ({n})")
         bar(scores, qk + QK, SOFTMAX, "softmax", f"softmax({n})")
-        bar(tensor, qk, QK, "qk", f"Q Kᵀ({n})", 0.16, 0.3)
+        bar(tensor, qk, QK, "qk", f"Q Kᵀ({n})")
         if n < BLOCKS - 1:
-            bar(half0, early, PV, "pv", f"P V({n})")
-            bar(half1, late, PV, "pv", f"P V({n})")
-            bar(tensor, early, PV, "pv", f"P V({n})₀", -0.16, 0.3)
-            bar(tensor, late, PV, "pv", f"P V({n})₁", -0.16, 0.3)
-            arrow(axes, (written, 3.7), (early, 3.33), "p_full[0]" if n == 0 else "")
-            arrow(axes, (late - 0.3, 3.7), (late, 2.33), "p_full[1]" if n == 0 else "")
+            for half, (lane, offset) in enumerate(((half0, 0.16), (half1, -0.16))):
+                bar(lane, late, PV, "pv", f"P V({n})")
+                bar(tensor, late, PV, "pv", f"P V({n}){'₀₁'[half]}", offset, 0.3)
+                arrow(axes, (late - 0.3, 3.7), (late, height[lane] + 0.33), "p_full" if n == half == 0 else "")
         if n < BLOCKS - 2:
             bar(loads, late + PV, LOAD, "load", f"K({n + STAGES}) → stage {n % STAGES}")
             arrow(axes, (late + PV, 1.68), (late + PV + 0.4, 1.31), "half_empty[1]" if n == 0 else "")
@@ -60,7 +57,7 @@ def draw(path: Path) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0)
-    title = "Dense decode on one SM: the softmax of a block runs under half of P V of the block before"
+    title = "Dense decode on one SM: the softmax of a block runs under P V of the block before"
     axes.set_title(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

@@ -77,7 +77,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
     Only what costs time as a run-time argument is compiled in: the element type and the head dimension of q and k.
     Experimental ones have no passing GPU record (tests/records) for their present source.
     """
-    return (*_DENSE_DECODE.values(), *_OVERLAY_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(),
+    return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(),
             *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
             *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values())
 
@@ -86,9 +86,6 @@ _DENSE_DECODE = {
     (dtype, d_qk): KernelSpec("dense_decode", "sm90", (_CPP_TYPES[dtype][0], str(d_qk)),
                               (_CPP_TYPES[dtype][1], f"d{d_qk}"), "DenseDecodeParams")
     for dtype in ("bfloat16", "float16") for d_qk in sorted(HEAD_DIMS_QK, reverse=True)
-}
-_OVERLAY_DENSE_DECODE = {  # faster (docs/perf-log.md); takes the other's place once it is validated
-    key: replace(spec, path="overlay_sm90", experimental=True) for key, spec in _DENSE_DECODE.items()
 }
 _COMBINE = {
     (dtype, 0): KernelSpec("combine", "sm80", (_CPP_TYPES[dtype][0],), (_CPP_TYPES[dtype][1],), "CombineParams")
@@ -160,7 +157,7 @@ def _sparse_decode_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
 
 
 _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels, the preferred one first
-    "dense_decode": (_dense_decode_reasons, _OVERLAY_DENSE_DECODE, _DENSE_DECODE),
+    "dense_decode": (_dense_decode_reasons, _DENSE_DECODE),
     "combine": (_combine_reasons, _COMBINE),
     "sched_meta": (_sched_meta_reasons, _SCHED_META),
     "kv_quant.quantize": (_kv_quant_reasons, _QUANTIZE),

@@ -18,7 +18,7 @@ from flashmla_cupy.ops import _device, _plans, combine, sched_meta
 from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 from flashmla_cupy.runtime import params
 
-DENSE = "dense_decode.overlay_sm90"  # what `select` prefers among experimental kernels
+DENSE = "dense_decode.sm90"
 DECODE, COMBINE, SCHED = f"{DENSE}.bf16.d576", "combine.sm80.bf16", "sched_meta.sm80"
 
 

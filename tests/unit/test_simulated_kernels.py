@@ -100,7 +100,6 @@ DENSE = {  # lengths, s_q, h_q, h_kv, d_qk, dtype, page size (0: contiguous), ca
 }
 
 
-@pytest.mark.parametrize("gpu", [True, False], indirect=True, ids=["experimental", "selected"])
 @pytest.mark.parametrize("case", DENSE.values(), ids=list(DENSE))
 def test_dense_decode(gpu, case):
     lengths, s_q, h_q, h_kv, d_qk, dtype, page_size, causal = case

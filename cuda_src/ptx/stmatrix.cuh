@@ -1,4 +1,4 @@
-// stmatrix / ldmatrix: 8x8 blocks of 16-bit values between registers and shared memory.
+// stmatrix: 8x8 blocks of 16-bit values from registers to shared memory.
 #pragma once
 #include "common/types.cuh"
 
@@ -8,13 +8,6 @@ namespace flashmla::ptx {
 __device__ __forceinline__ void stmatrix_x4(uint32_t addr, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)
-               : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x4(uint32_t addr, uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(addr)
                : "memory");
 }
 
