@@ -101,6 +101,10 @@ def assign(target: cupy.ndarray, source: Any) -> None:
     target[...] = source
 
 
+def pointer(x: cupy.ndarray | None) -> int:
+    return 0 if x is None else x.data.ptr
+
+
 def loads_16_bytes(x: cupy.ndarray) -> bool:
     """Whether every row along the last axis of an array is contiguous and begins at a multiple of 16 bytes."""
     if x.size == 0:

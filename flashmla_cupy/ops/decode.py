@@ -56,7 +56,8 @@ def flash_mla_with_kvcache(
             its indices and lengths. Every query attends to both selections together.
         out, lse: arrays to write the results into, of any strides (out: last axis contiguous).
         workspace: one-dimensional contiguous uint8 or float32 memory of mla_workspace_bytes; None takes it from CuPy's
-            pool (in a captured graph, from memory that the graph owns).
+            pool (in a captured graph, from memory that the graph owns). out, lse and workspace that share memory with
+            another argument are a ValueError.
 
     Returns:
         out (batch, s_q, h_q, 512) of q's type, and lse (batch, h_q, s_q) float32: the natural log-sum-exp of the scaled

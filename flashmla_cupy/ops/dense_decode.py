@@ -17,7 +17,7 @@ from flashmla_cupy import backends
 from flashmla_cupy.runtime import params as kernel_params
 from flashmla_cupy.runtime import tensor_map
 
-from . import _checks, _device, _plans, combine, sched_meta
+from . import _checks, _device, _overlap, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem
 from ._select import Problem
 
@@ -72,13 +72,15 @@ def _on_host(options: tuple, arrays: tuple) -> tuple[np.ndarray, np.ndarray]:
     from flashmla_cupy.reference import dense_decode as reference
     from flashmla_cupy.reference._numerics import cast
 
-    named = backends.host_arguments(dict(zip(_ARRAYS, arrays, strict=True)), _INTEGERS, _OUTPUTS)
+    given = dict(zip(_ARRAYS, arrays, strict=True))
+    named = backends.host_arguments(given, _INTEGERS, _OUTPUTS)
     q, k_cache, block_table, cache_seqlens, metadata, num_splits, out, lse, workspace = named.values()
     head_dim_v, causal, softmax_scale = options
     problem = _checks.check_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, metadata, num_splits, causal,
                                    softmax_scale, out, lse)
     if workspace is not None:
         _checks.check_workspace(workspace, _Plan.workspace_bytes(problem, metadata, None))
+    _overlap.check(named, given)
     out = np.empty(problem.out_shape, q.dtype) if out is None else out
     lse = np.empty(problem.lse_shape, np.float32) if lse is None else lse
     if 0 not in q.shape:
@@ -116,6 +118,7 @@ def _stage(options: tuple, arrays: tuple) -> tuple[Any, Any]:
         _checks.check_cache_layout(k_cache)
     if workspace is not None:
         _checks.check_workspace(workspace, _Plan.workspace_bytes(problem, metadata, device_id))
+    _overlap.check(named)
 
     usable = (_device.loads_16_bytes(q) and (out is None or _device.loads_16_bytes(out))
               and all(_is_int32(x, rows_may_be_apart=x is table) for x in integers)
@@ -171,7 +174,6 @@ def _is_int32(x: Any, rows_may_be_apart: bool = False) -> bool:
     return x.flags.c_contiguous
 
 
-
 # ---- plan and launch ----
 class _Plan:
     """One call worked out but for its pointers: kernels, grids, parameter bytes, workspace layout."""
@@ -181,7 +183,7 @@ class _Plan:
         q, k_cache, table = arrays["q"], arrays["k_cache"], arrays["block_table"]
         metadata, out, lse = arrays["tile_scheduler_metadata"], arrays["out"], arrays["lse"]
         p, device_id = problem, q.data.device_id
-        self.problem = p
+        self.problem, self.overlap = p, _overlap.watch(arrays)
         self.out_shape, self.lse_shape, self.dtype = p.out_shape, p.lse_shape, q.dtype
         self.empty = p.nothing_to_attend or 0 in q.shape
         if self.empty:
@@ -238,7 +240,19 @@ class _Plan:
         return partial_bytes + (sched_meta.plan_bytes(p.batch, parts) if metadata is None else 0)
 
     def run(self, q, k_cache, table, lengths, metadata, num_splits, out, lse, workspace) -> tuple[Any, Any]:
-        """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for."""
+        """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for.
+
+        Raises ValueError where what the call writes overlaps another argument.
+        """
+        q_ptr, cache_ptr, lengths_ptr = q.data.ptr, k_cache.data.ptr, lengths.data.ptr
+        table_ptr = 0 if table is None else table.data.ptr
+        metadata_ptr, splits_ptr = (0, 0) if metadata is None else (metadata.data.ptr, num_splits.data.ptr)
+        if self.overlap is not None:
+            addresses = (q_ptr, cache_ptr, table_ptr, lengths_ptr, metadata_ptr, splits_ptr, _device.pointer(out),
+                         _device.pointer(lse), _device.pointer(workspace))
+            if addresses not in self.overlap.known:
+                arrays = q, k_cache, table, lengths, metadata, num_splits, out, lse, workspace
+                self.overlap.look(addresses, dict(zip(_ARRAYS, arrays, strict=True)))
         if out is None:
             out = cupy.empty(self.out_shape, self.dtype)
         if lse is None:
@@ -254,19 +268,15 @@ class _Plan:
             memory = _device.scratch(self.total_bytes, stream_ptr) if workspace is None else workspace.data
             if self.splits:
                 o_partial, lse_partial = memory.ptr, memory.ptr + self.o_bytes
-        lengths_ptr = lengths.data.ptr
         if self.plans_inside:
             base = memory.ptr + self.plan_offset
             metadata_offset, splits_offset, _ = sched_meta.plan_offsets(self.problem.batch, self.parts)
             metadata_ptr, splits_ptr = base + metadata_offset, base + splits_offset
             sched_meta.launch_plan(self.problem.batch, self.parts, lengths_ptr, metadata_ptr, splits_ptr, base,
                                    stream_ptr, self.fixed_seqlen)
-        else:
-            metadata_ptr, splits_ptr = metadata.data.ptr, num_splits.data.ptr
 
-        out_ptr, lse_ptr, cache_ptr = out.data.ptr, lse.data.ptr, k_cache.data.ptr
-        params = self.params.fill(q.data.ptr, out_ptr, lse_ptr, o_partial, lse_partial, lengths_ptr,
-                                  0 if table is None else table.data.ptr, metadata_ptr,
+        out_ptr, lse_ptr = out.data.ptr, lse.data.ptr
+        params = self.params.fill(q_ptr, out_ptr, lse_ptr, o_partial, lse_partial, lengths_ptr, table_ptr, metadata_ptr,
                                   head=self._maps.get(cache_ptr) or self._encode_map(cache_ptr))
         self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
         if self.splits:

@@ -14,7 +14,7 @@ from flashmla_cupy import backends
 from flashmla_cupy.kv_format import FORMATS, KVFormat
 from flashmla_cupy.runtime import params as kernel_params
 
-from . import _checks, _device
+from . import _checks, _device, _overlap
 from ._select import Problem
 
 _DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -62,6 +62,7 @@ def quantize_kv_cache(kv: Any, *, layout: str = "v32", page_size: int | None = N
         _checks.check_shape("out", out, (pages, page_size, 1, layout.bytes_per_token),
                             "(pages, page_size, 1, bytes_per_token)")
         _checks.check_writable("out", out)
+        _overlap.check({"kv": kv, "out": out})
     if on_host:
         return _quantize_on_host(kv, layout, tokens, pages, page_size, power_of_two_scales, out)
     _check_device_arrays(kv.data.device_id, layout, kv=kv, out=out)
@@ -108,6 +109,7 @@ def dequantize_kv_cache(cache: Any, *, layout: str = "v32", dtype: Any = "bfloat
         _checks.check_shape("out", out, shape, "(pages, page_size, 1, d_qk)")
         _checks.check_dtype("out", out, dtype)
         _checks.check_writable("out", out)
+        _overlap.check({"cache": cache, "out": out})
     if on_host:
         from flashmla_cupy.reference import kv_quant as reference
 

@@ -19,7 +19,7 @@ from flashmla_cupy import backends
 from flashmla_cupy.errors import UnsupportedError
 from flashmla_cupy.runtime import params as kernel_params
 
-from . import _checks, _device, _plans, combine, sched_meta
+from . import _checks, _device, _overlap, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem, SparseDecodeProblem
 from ._select import Problem
 from .sched_meta import KV_BLOCK_TOKENS
@@ -31,8 +31,7 @@ _OUTPUTS = ("out", "lse", "workspace")
 _SCALARS = ("head_dim_v", "causal", "is_fp8_kvcache", "softmax_scale")
 _SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
 _DENSE = ("block_table", "cache_seqlens")
-_KEYS = ("k_cache", "indices", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
-_NO_LISTS = (0,) * 5  # the pointers of _KEYS but the first
+_LISTS = ("indices", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")  # after the cache in params
 _SCALAR_TYPES = (int, float, bool)
 
 
@@ -87,6 +86,7 @@ def prepare(arguments: dict[str, Any]) -> tuple[DecodeProblem, dict[str, Any]]:
         arrays = backends.host_arguments(arrays, _INTEGERS, _OUTPUTS, _REQUIRED)
         problem = _problem(arrays, scalars)
         _check_workspace(problem, arrays, None)
+        _overlap.check(arrays, {name: arguments[name] for name in arrays})
         return problem, arrays
 
     arrays = {name: _on_device(name, x) for name, x in arrays.items()}
@@ -100,6 +100,7 @@ def prepare(arguments: dict[str, Any]) -> tuple[DecodeProblem, dict[str, Any]]:
     for name in ("k_cache", "extra_k_cache"):
         _check_pages(name, arrays.get(name))
     _check_workspace(problem, arrays, arrays["q"].data.device_id)
+    _overlap.check(arrays)
     return problem, arrays
 
 
@@ -253,10 +254,10 @@ class _Plan:
         """`arrays`: the call's arguments by name, checked and directly usable, all on the current device."""
         q, metadata, out, lse = (arrays[name] for name in ("q", "tile_scheduler_metadata", "out", "lse"))
         device_id, self.problem, self.dtype = q.data.device_id, p, q.dtype
+        self.overlap, self.sparse = _overlap.watch(arrays), isinstance(p, SparseDecodeProblem)
         self.empty = p.nothing_to_attend or 0 in q.shape
         if self.empty:
             return
-        self.sparse = isinstance(p, SparseDecodeProblem)
         self.parts, self.splits = _parts_and_splits(p, metadata, device_id)
         self.plans_inside = metadata is None
         self.o_bytes, self.plan_offset = _device.partial_bytes(self.parts, p.s_q * p.h_q)
@@ -292,8 +293,24 @@ class _Plan:
                                                         d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
 
     def run(self, arrays: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
-        """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for."""
-        p, out, lse = self.problem, arrays["out"], arrays["lse"]
+        """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for.
+
+        Raises ValueError where what the call writes overlaps another argument.
+        """
+        p, out, lse, workspace = self.problem, arrays["out"], arrays["lse"], arrays["workspace"]
+        pointer, q_ptr, cache_ptr = _device.pointer, arrays["q"].data.ptr, arrays["k_cache"].data.ptr
+        metadata_ptr, splits_ptr = pointer(arrays["tile_scheduler_metadata"]), pointer(arrays["num_splits"])
+        if self.sparse:
+            lists, sink_ptr = tuple(pointer(arrays[name]) for name in _LISTS), pointer(arrays["attn_sink"])
+            table_ptr = lengths_ptr = 0
+        else:
+            lists, sink_ptr = (0,) * len(_LISTS), 0
+            table_ptr, lengths_ptr = pointer(arrays["block_table"]), pointer(arrays["cache_seqlens"])
+        if self.overlap is not None:
+            addresses = (q_ptr, cache_ptr, *lists, sink_ptr, table_ptr, lengths_ptr, metadata_ptr, splits_ptr,
+                         pointer(out), pointer(lse), pointer(workspace))
+            if addresses not in self.overlap.known:
+                self.overlap.look(addresses, arrays)
         if out is None:
             out = cupy.empty(p.out_shape, self.dtype)
         if lse is None:
@@ -304,25 +321,17 @@ class _Plan:
             return out, lse
 
         stream_ptr = _device.current_stream_ptr()
-        workspace = arrays["workspace"]
         memory = _device.scratch(self.total_bytes, stream_ptr) if workspace is None else workspace.data
         o_partial, lse_partial = (memory.ptr, memory.ptr + self.o_bytes) if self.splits else (0, 0)
-        lengths_ptr = 0 if self.sparse else arrays["cache_seqlens"].data.ptr
         if self.plans_inside:
             base = memory.ptr + self.plan_offset
             metadata_offset, splits_offset, _ = sched_meta.plan_offsets(p.batch, self.parts)
             metadata_ptr, splits_ptr = base + metadata_offset, base + splits_offset
             sched_meta.launch_plan(p.batch, self.parts, lengths_ptr, metadata_ptr, splits_ptr, base, stream_ptr,
                                    self.fixed_seqlen)
-        else:
-            metadata_ptr, splits_ptr = arrays["tile_scheduler_metadata"].data.ptr, arrays["num_splits"].data.ptr
 
         out_ptr, lse_ptr = out.data.ptr, lse.data.ptr
-        if self.sparse:
-            keys, sink_ptr, table_ptr = (_pointer(arrays[name]) for name in _KEYS), _pointer(arrays["attn_sink"]), 0
-        else:
-            keys, sink_ptr, table_ptr = (arrays["k_cache"].data.ptr, *_NO_LISTS), 0, _pointer(arrays["block_table"])
-        params = self.params.fill(*keys, arrays["q"].data.ptr, out_ptr, lse_ptr, o_partial, lse_partial, metadata_ptr,
+        params = self.params.fill(cache_ptr, *lists, q_ptr, out_ptr, lse_ptr, o_partial, lse_partial, metadata_ptr,
                                   sink_ptr, table_ptr, lengths_ptr)
         self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
         if self.splits:
@@ -330,10 +339,6 @@ class _Plan:
                                               sink_ptr)
             self.combine.launch(self.combine_grid, params, pdl=True, stream_ptr=stream_ptr)
         return out, lse
-
-
-def _pointer(x: Any) -> int:
-    return 0 if x is None else x.data.ptr
 
 
 def _keys(prefix: str, cache: Any, indices: Any) -> dict[str, int]:

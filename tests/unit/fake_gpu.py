@@ -65,7 +65,8 @@ class FakeGpu:
     def array(self, shape: tuple[int, ...], dtype: Any = BF16, offset_bytes: int = 0, strides=None, device: int = 0):
         dtype = np.dtype(dtype)
         before, self.device = self.device, device
-        memory = self.alloc(int(np.prod(shape)) * dtype.itemsize + offset_bytes + 4096)
+        reach = sum(max(0, stride) * length for stride, length in zip(strides or (), shape, strict=False))
+        memory = self.alloc(max(int(np.prod(shape)) * dtype.itemsize, reach) + offset_bytes + 4096)
         self.device = before
         return cupy.ndarray(shape, dtype, memory + offset_bytes, strides)
 
