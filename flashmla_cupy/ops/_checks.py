@@ -21,6 +21,7 @@ HEAD_DIM_V = 512
 HEAD_DIMS_QK = (512, 576)
 PAGE_SIZES = (16, 32, 64, 128, 256)
 METADATA_WIDTH = 8  # int32 of one row of the tile-scheduler metadata
+MAX_SM_PARTS = 65535  # the grid's third axis
 Q_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 FP8_CACHE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn))
 _FP8_FORMATS = {layout.d_qk: layout for layout in FORMATS.values()}
@@ -224,9 +225,9 @@ def check_metadata(metadata: Any, num_splits: Any, batch: int) -> None:
     if metadata is not None:
         check_ndim("tile_scheduler_metadata", metadata, 2, f"(num_sm_parts, {METADATA_WIDTH})")
         parts, width = map(int, metadata.shape)
-        if width != METADATA_WIDTH or not 1 <= parts <= 65535:
-            raise ValueError(f"tile_scheduler_metadata: got shape {(parts, width)}, expected (num_sm_parts, "
-                             f"{METADATA_WIDTH}) as get_mla_metadata returns it")
+        if width != METADATA_WIDTH or not 1 <= parts <= MAX_SM_PARTS:
+            raise ValueError(f"tile_scheduler_metadata: got shape {(parts, width)}, expected 1 to {MAX_SM_PARTS} rows "
+                             f"(SM parts) of {METADATA_WIDTH}, as get_mla_metadata returns them")
         check_shape("num_splits", num_splits, (batch + 1,), "(batch + 1,)")
 
 

@@ -72,6 +72,9 @@ def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads
     h_kv = _checks.check_int("num_heads_k", num_heads_k, 1)
     if num_heads_q is not None and _checks.check_int("num_heads_q", num_heads_q, 1) % h_kv:
         raise ValueError(f"num_heads_q: got {num_heads_q}, expected a multiple of num_heads_k = {h_kv}")
+    if num_heads_q is not None and rows % (num_heads_q // h_kv):
+        raise ValueError(f"num_q_tokens_per_head_k: got {rows}, expected a multiple of num_heads_q // num_heads_k = "
+                         f"{num_heads_q // h_kv}")
     _checks.check_bool("is_fp8_kvcache", is_fp8_kvcache)
     if topk is not None:
         topk = _checks.check_int("topk", topk, 0)

@@ -121,7 +121,8 @@ def test_contiguous_cache_of_another_batch(place):
     (lambda p, m: dict(m, num_splits=p.array((2,), np.int32)), "num_splits", ValueError, "shape (2,)"),
     (lambda p, m: dict(m, num_splits=p.array((3,), np.float32)), "num_splits", TypeError, "float32"),
     (lambda p, m: {**m, META: p.array((132, 7), np.int32)}, META, ValueError, "7"),
-    (lambda p, m: {**m, META: p.array((0, 8), np.int32)}, META, ValueError, "0"),
+    (lambda p, m: {**m, META: p.array((0, 8), np.int32)}, META, ValueError, "(0, 8), expected 1 to 65535 rows"),
+    (lambda p, m: {**m, META: p.array((65536, 8), np.int32)}, META, ValueError, "(65536, 8), expected 1 to 65535 rows"),
     (lambda p, m: {**m, META: p.array((8,), np.int32)}, META, ValueError, "(8,)"),
     (lambda p, m: {**m, META: p.array((132, 8), np.float32)}, META, TypeError, "float32"),
 ])
@@ -231,6 +232,7 @@ def test_device_without_a_kernel(gpu):
     ("cache_seqlens", 5, TypeError, "5"),
     ("num_q_tokens_per_head_k", -1, ValueError, "-1"),
     ("num_q_tokens_per_head_k", 128.0, TypeError, "128.0"),
+    ("num_q_tokens_per_head_k", 127, ValueError, "127, expected a multiple of num_heads_q // num_heads_k = 2"),
     ("num_heads_k", 0, ValueError, "0"),
     ("num_heads_k", None, TypeError, "None"),
     ("num_heads_q", 3, ValueError, "3"),
