@@ -11,6 +11,7 @@ __all__ = ["Backend", "backend_of", "describe", "as_device", "as_host", "as_inte
 
 Backend = Literal["cupy", "numpy"]
 
+_TORCH_WAY_OUT = " (flashmla_cupy.torch.flash_mla_with_kvcache takes torch's bfloat16 on the host)"
 _DLPACK_CPU, _DLPACK_DEVICE = 1, (2, 13)  # kDLCPU; kDLCUDA and kDLCUDAManaged
 
 
@@ -29,12 +30,16 @@ def backend_of(name: str, x: Any) -> Backend:
 
     Raises TypeError when `x` (the argument called `name`) is no array at all.
     """
-    if isinstance(x, np.ndarray):
+    if isinstance(x, (np.ndarray, np.generic)):
         return "numpy"
     if _is_cupy(x):
         return "cupy"
     if hasattr(x, "__dlpack_device__"):
-        device_type = int(x.__dlpack_device__()[0])
+        try:
+            device_type = int(x.__dlpack_device__()[0])
+        except Exception as error:  # torch's meta tensors, for one, have no memory
+            raise TypeError(f"{name}: got {describe(x)} that does not say where it is ({error}), expected a CUDA or "
+                            "host array") from error
         if device_type in _DLPACK_DEVICE:
             return "cupy"
         if device_type == _DLPACK_CPU:
@@ -59,9 +64,7 @@ def as_device(name: str, x: Any):
         return cupy.ndarray(x.shape, x.dtype, x.data, x.strides)
     if backend_of(name, x) == "numpy":
         raise TypeError(f"{name}: got {describe(x)}, expected an array on the GPU like q")
-    for bit in ("neg", "conj"):  # of a torch tensor; DLPack would hand out the memory without it
-        if getattr(x, f"is_{bit}", bool)():
-            raise TypeError(f"{name}: got a tensor whose {bit} bit is set, expected the result of its resolve_{bit}()")
+    _refuse_more_than_memory(name, x)
     failures = []
     if hasattr(x, "__dlpack__"):
         try:
@@ -77,18 +80,33 @@ def as_device(name: str, x: Any):
                     "supports DLPack or __cuda_array_interface__") from failures[0]
 
 
-def as_host(name: str, x: Any) -> np.ndarray:
-    """`x` as a NumPy array of the same memory; raises TypeError for GPU arrays and what NumPy cannot represent."""
+def _refuse_more_than_memory(name: str, x: Any) -> None:
+    """Raises TypeError for a torch tensor that is more than what lies in its memory, which is all that is shared."""
+    for bit in ("neg", "conj"):
+        if getattr(x, f"is_{bit}", bool)():
+            raise TypeError(f"{name}: got a tensor whose {bit} bit is set, expected the result of its resolve_{bit}()")
+    if getattr(x, "requires_grad", False) is True:
+        raise TypeError(f"{name}: got a tensor that requires a gradient, expected the result of its detach(), as there "
+                        "are no gradients")
+    layout = str(getattr(x, "layout", ""))
+    if layout.startswith("torch.") and layout != "torch.strided":
+        raise TypeError(f"{name}: got a tensor of layout {layout}, expected the result of its to_dense()")
+
+
+def as_host(name: str, x: Any, way_out: str = "") -> np.ndarray:
+    """`x` as a NumPy array of the same memory; raises TypeError for GPU arrays and what NumPy cannot represent.
+
+    way_out: what the message of the latter ends with.
+    """
     if isinstance(x, np.ndarray):
         return refuse_masked(name, x)
     if backend_of(name, x) == "cupy":
         raise TypeError(f"{name}: got {describe(x)}, expected an array on the host like q")
+    _refuse_more_than_memory(name, x)
     try:
-        return np.asarray(x)
-    except (TypeError, ValueError, RuntimeError) as error:
-        is_torch = type(x).__module__.startswith("torch")
-        hint = " (flashmla_cupy.torch.flash_mla_with_kvcache takes torch's bfloat16 on the host)" if is_torch else ""
-        raise TypeError(f"{name}: got {describe(x)} that NumPy cannot hold ({error}), expected a NumPy array{hint}"
+        return np.asarray(x) if hasattr(x, "__array__") else np.from_dlpack(x)
+    except Exception as error:  # each library has its own exception types here
+        raise TypeError(f"{name}: got {describe(x)} that NumPy cannot hold ({error}), expected a NumPy array{way_out}"
                         ) from error
 
 
@@ -126,7 +144,7 @@ def as_integers(name: str, x: Any):
 
 def host_arguments(arrays: dict[str, Any], integers: Sequence[str], outputs: Sequence[str],
                    required: Sequence[str] = ("q", "k_cache")) -> dict[str, np.ndarray | None]:
-    """The arrays of a call on the host, by argument name, as NumPy arrays of the same memory.
+    """The arrays of a flash_mla_with_kvcache call on the host, by argument name, as NumPy arrays of the same memory.
 
     integers: names that as_integers takes; outputs: names that must be NumPy arrays already. None stays None but for
     the required names.
@@ -140,7 +158,8 @@ def host_arguments(arrays: dict[str, Any], integers: Sequence[str], outputs: Seq
                 raise TypeError(f"{name}: got {describe(x)}, expected a NumPy array, as q is on the host")
             host[name] = refuse_masked(name, x)
         else:
-            host[name] = as_host(name, as_integers(name, x) if name in integers else x)
+            x = as_integers(name, x) if name in integers else x
+            host[name] = as_host(name, x, _TORCH_WAY_OUT if str(getattr(x, "dtype", "")) == "torch.bfloat16" else "")
     return host
 
 

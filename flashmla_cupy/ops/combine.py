@@ -62,7 +62,7 @@ def _is_on_host(outs: Any) -> bool:
 
 
 def _parts(name: str, x: Any, min_ndim: int, on_host: bool) -> Any:
-    """A list of arrays, or one stacked array, of the NumPy or the CuPy backend."""
+    """A list of arrays (also of none but scalars), or one stacked array, of the NumPy or the CuPy backend."""
     convert = backends.as_host if on_host else backends.as_device
     if isinstance(x, (list, tuple)):
         x = [convert(name, part) for part in x]
@@ -101,14 +101,14 @@ def _swap_heads(lse: Any) -> Any:
 
 def _merge_on_host(outs: Any, lses: Any, dtype: np.dtype, by_head: bool) -> tuple[np.ndarray, np.ndarray]:
     from flashmla_cupy.reference import combine as reference
-    from flashmla_cupy.reference._numerics import cast
+    from flashmla_cupy.reference._numerics import cast, widen
 
-    outs, lses = np.stack([x.astype(np.float64) for x in outs]), np.stack([x.astype(np.float64) for x in lses])
+    outs, lses = np.stack([widen(x) for x in outs]), np.stack([widen(x) for x in lses])
     if np.isposinf(lses).any():
         raise ValueError("lses: got +inf, expected -inf for a result over no keys (flashmla_cupy.torch has +inf there)")
     out, lse = reference.merge(outs, _swap_heads(lses) if by_head else lses, xp=np)
     lse = _swap_heads(lse) if by_head else lse
-    return cast(out, dtype), np.ascontiguousarray(lse, np.float32)
+    return cast(out, dtype), np.asarray(cast(lse, np.float32), order="C")  # an array also where it has no axes
 
 
 def _merge_on_device(outs, lses, shape, dtype, by_head, device_id) -> tuple[cupy.ndarray, cupy.ndarray]:

@@ -91,7 +91,7 @@ def _on_host(options: tuple, arrays: tuple) -> tuple[np.ndarray, np.ndarray]:
         exact_out, exact_lse = reference.attend(
             q, k_cache, block_table, cache_seqlens, HEAD_DIM_V, softmax_scale=problem.softmax_scale,
             causal=problem.causal)
-        out[...], lse[...] = cast(exact_out, q.dtype), exact_lse
+        out[...], lse[...] = cast(exact_out, q.dtype), cast(exact_lse, np.float32)
     return out, lse
 
 

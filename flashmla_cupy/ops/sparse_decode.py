@@ -159,7 +159,7 @@ def _on_host(problem: DecodeProblem, arrays: dict[str, Any]) -> tuple[np.ndarray
         exact_out, exact_lse = reference.attend_paged(
             q, k_cache, arrays["block_table"], arrays["cache_seqlens"], HEAD_DIM_V,
             softmax_scale=problem.softmax_scale, causal=problem.causal)
-    out[...], lse[...] = cast(exact_out, q.dtype), exact_lse
+    out[...], lse[...] = cast(exact_out, q.dtype), cast(exact_lse, np.float32)
     return out, lse
 
 

@@ -22,9 +22,10 @@ def namespace_of(array: Any) -> Any:
 
 def widen(array: Any) -> Any:
     """Any float array as float64 in C order. No value changes."""
-    if array.dtype != np.float64:
-        array = array.astype(np.float32)  # CuPy converts bfloat16 to and from float32 only
-    return array.astype(np.float64, order="C", copy=False)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other
+        if array.dtype != np.float64:
+            array = array.astype(np.float32)  # CuPy converts bfloat16 to and from float32 only
+        return array.astype(np.float64, order="C", copy=False)
 
 
 def round_to(values: Any, dtype: Any, xp: Any = None) -> Any:

@@ -116,26 +116,77 @@ def test_merge_of_empty_results():
     assert (out == 0).all() and (lse == -np.inf).all()
 
 
-def test_other_host_arrays_by_dlpack():
-    class Other:
-        """A host array of another library."""
+@pytest.mark.parametrize("scalars", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_results_of_one_axis_have_an_lse_without_axes(stacked, scalars):
+    outs, lses = np.float32([[1, 2, 3, 4], [5, 6, 7, 8]]), np.float32([0, 0])
+    given = lses if stacked else list(lses) if scalars else [np.array(x) for x in lses]
+    out, lse = merge_states(outs if stacked else list(outs), given)
+    assert out.tolist() == [3, 4, 5, 6] and type(lse) is np.ndarray
+    assert lse.shape == () and lse.dtype == np.float32 and lse == np.float32(np.log(2))
 
-        def __init__(self, array):
-            self._array, self.shape, self.dtype = array, array.shape, array.dtype
 
-        def __dlpack__(self, **arguments):
-            return self._array.__dlpack__(**arguments)
+class Exporter:
+    """A host array of a library that knows no more than DLPack."""
 
-        def __dlpack_device__(self):
-            return self._array.__dlpack_device__()
+    def __init__(self, array):
+        self._array = array
 
-        def __array__(self, dtype=None, copy=None):
-            return self._array
+    def __dlpack__(self, **arguments):
+        return self._array.__dlpack__(**arguments)
 
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+class NumPyExporter(Exporter):
+    def __array__(self, dtype=None, copy=None):
+        return self._array
+
+
+@pytest.mark.parametrize("other", [Exporter, NumPyExporter])
+def test_other_host_arrays(other):
     q, k_cache, table, lengths = small(dtype=np.float16)
     expected, _ = flash_mla_with_kvcache(q, k_cache, table, lengths, 512)
-    out, lse = flash_mla_with_kvcache(Other(q), Other(k_cache), Other(table), Other(lengths), 512)
+    out, lse = flash_mla_with_kvcache(other(q), other(k_cache), other(table), other(lengths), 512)
     assert type(out) is np.ndarray and (out == expected).all()
+    outs, lses = np.ones((2, 3, 4), np.float32), np.zeros((2, 3), np.float32)
+    assert (merge_states(other(outs), other(lses))[0] == 1).all()
+    assert (get_mla_metadata(other(lengths), 32, 1)[0] == get_mla_metadata(lengths, 32, 1)[0]).all()
+
+
+@pytest.mark.parametrize("method", ["__dlpack__", "__dlpack_device__"])
+def test_an_array_that_cannot_be_shared_is_named(method):
+    class Broken(Exporter):
+        pass
+
+    def refuse(self, **arguments):
+        raise BufferError("not today")
+
+    setattr(Broken, method, refuse)
+    q, k_cache, table, lengths = small(dtype=np.float16)
+    with pytest.raises(TypeError, match="^k_cache: got .*not today.*, expected ") as caught:
+        flash_mla_with_kvcache(q, Broken(k_cache), table, lengths, 512)
+    assert type(caught.value.__cause__) is BufferError
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_beyond_float32_and_signalling_nans_take_their_course():
+    """A log-sum-exp that float32 does not hold is infinite, without a word of NumPy's."""
+    q, k_cache = np.full((1, 1, 4, 576), 3e38, BF16), np.full((1, 64, 1, 576), 3e38, BF16)
+    _, lse = flash_mla_with_kvcache(q, k_cache, None, [3], 512)
+    assert (lse == np.inf).all()
+    k_cache.view(np.uint16)[...] = 0x7F81
+    out, lse = flash_mla_with_kvcache(q, k_cache, None, [3], 512)
+    assert np.isnan(out.astype(np.float32)).all() and np.isnan(lse).all()
+    merge_states(k_cache, np.zeros((1, 64, 1), np.float32))
+    cache = flashmla_cupy.quantize_kv_cache(np.full((1, 64, 1, 576), 3e38, np.float32))
+    _, lse = flash_mla_with_kvcache(q, cache, None, [3], 512, is_fp8_kvcache=True)
+    assert (lse == np.inf).all()
+    _, lse = flash_mla_with_kvcache(q, cache, None, None, 512, is_fp8_kvcache=True, indices=np.zeros((1, 1, 4), int))
+    assert (lse == np.inf).all()
+    cache[...] = np.random.default_rng(0).integers(0, 256, cache.shape)
+    flash_mla_with_kvcache(q, cache, None, [64], 512, is_fp8_kvcache=True)
 
 
 def test_public_names():

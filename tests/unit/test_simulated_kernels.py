@@ -221,6 +221,17 @@ def test_merge_states(gpu, count):
     assert np.allclose(out, exact_out, atol=1e-5) and np.allclose(lse, exact_lse.swapaxes(1, 2), atol=1e-5)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_merge_states_of_one_axis(gpu, stacked):
+    outs, lses = np.arange(8, dtype=np.float32).reshape(2, 4), np.zeros(2, np.float32)
+    if stacked:
+        out, lse = merge_states(gpu.put(outs), gpu.put(lses))
+    else:
+        out, lse = merge_states([gpu.put(x) for x in outs], [gpu.put(np.array(x)) for x in lses])
+    assert simulator.host(out).tolist() == [2, 3, 4, 5]
+    assert lse.shape == () and abs(simulator.host(lse) - np.log(2)) < 1e-6
+
+
 @pytest.mark.parametrize("lengths", [[0], [1, 0, 4096, 63], [500] * 40, list(range(0, 3000, 37))], ids=len)
 def test_scheduler_is_its_twin(gpu, lengths):
     lengths = np.array(lengths, np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import flashmla_cupy  # noqa: E402
 from flashmla_cupy.kv_format import D512, V32  # noqa: E402
 from flashmla_cupy.reference import kv_quant  # noqa: E402
 from flashmla_cupy.reference.dense_decode import attend  # noqa: E402
@@ -246,3 +248,34 @@ def test_a_tensor_with_the_negative_bit():
     out, _ = flash_mla_with_kvcache(*arguments, indices=indices, attn_sink=sink)
     expected, _ = flash_mla_with_kvcache(*arguments, indices=indices, attn_sink=sink.resolve_neg())
     assert torch.equal(out, expected)
+
+
+# ---- torch tensors given to the functions of flashmla_cupy itself ----
+def native(**changes):
+    arguments = dict(q=torch.zeros(1, 1, 4, 576, dtype=torch.float16),
+                     k_cache=torch.zeros(1, 64, 1, 576, dtype=torch.float16), block_table=None,
+                     cache_seqlens=torch.ones(1, dtype=torch.int32), head_dim_v=512)
+    return flashmla_cupy.flash_mla_with_kvcache(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("change, reason", [
+    (lambda x: x.requires_grad_(), "requires a gradient, expected the result of its detach()"),
+    (lambda x: x.to_sparse(), "layout torch.sparse_coo, expected the result of its to_dense()"),
+    (lambda x: x.to("meta"), "device type meta"),
+    (lambda x: x.float().to_mkldnn(), "expected a CUDA or host array"),
+])
+@pytest.mark.parametrize("name", ["q", "k_cache"])
+def test_tensors_that_are_more_than_memory(name, change, reason):
+    shape = (1, 1, 4, 576) if name == "q" else (1, 64, 1, 576)
+    with pytest.raises(TypeError, match=f"^{name}: got .*{re.escape(reason)}") as caught:
+        native(**{name: change(torch.zeros(shape, dtype=torch.float16))})
+    assert "flashmla_cupy.torch" not in str(caught.value)
+
+
+def test_who_takes_bfloat16_tensors_is_said_where_it_is_true():
+    with pytest.raises(TypeError, match="^q: got .*flashmla_cupy.torch.flash_mla_with_kvcache takes torch's bfloat16"):
+        native(q=torch.zeros(1, 1, 4, 576, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="^outs: got .*NumPy cannot hold.*, expected a NumPy array$"):
+        flashmla_cupy.merge_states(torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 3))
+    out, lse = native()
+    assert type(out) is np.ndarray and lse.shape == (1, 4, 1)
