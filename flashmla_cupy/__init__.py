@@ -9,6 +9,7 @@ from .runtime import env
 __version__ = "0.1.0"
 
 env.let_cupy_import()
+env.warn_of_log_level()
 del env
 
 _EXPORTS = {  # public name -> module that defines it, imported at first use

@@ -20,6 +20,7 @@ from . import env
 
 _MAGIC = b"flashmla_cupy-kernel-1"
 _SUFFIX = ".kernel"
+_said: set[Path] = set()  # folders that cannot be written, of which the user was told
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,21 @@ def store(name: str, key: str, header: dict, cubin: bytes) -> bool:
         os.replace(temporary, path)
         return True
     except OSError as error:
-        env.logger().info("cache: %s not written (%s), kept in memory", path, error)
+        _say_not_written(path, error)
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
         return False
+
+
+def _say_not_written(path: Path, error: OSError) -> None:
+    """Aloud, once for each folder, where the user chose it: every process pays for it again."""
+    if env.raw(env.CACHE_DIR) is None or path.parent in _said:
+        env.logger().info("cache: %s not written (%s), kept in memory", path, error)
+        return
+    _said.add(path.parent)
+    env.logger().warning("%s: got %s, which cannot be written (%s): kernels are compiled again in each process",
+                         env.CACHE_DIR.name, path.parent, error)
 
 
 def _new_file(folder: Path, name: str) -> BinaryIO:

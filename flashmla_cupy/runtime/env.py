@@ -52,9 +52,17 @@ def _folder(variable: Variable) -> Path | None:
     if text is None:
         return None
     try:
+        if text.partition("/")[0] == "~" and _home() is None:
+            raise RuntimeError("there is no home directory")
         return Path(text).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # "~nouser"; a relative path where the current folder is gone
         raise ValueError(f"{variable.name}: got {text!r}, expected a folder ({error})") from None
+
+
+def _home() -> Path | None:
+    """The home directory, if there is one. An empty HOME names none: expanduser would take the root for it."""
+    text = "" if os.environ.get("HOME") == "" else os.path.expanduser("~")
+    return Path(text) if os.path.isabs(text) else None
 
 
 def cuda_src() -> Path | None:
@@ -69,8 +77,8 @@ def cache_dir() -> Path | None:
     xdg = os.environ.get("XDG_CACHE_HOME")
     if xdg and os.path.isabs(xdg):
         return Path(xdg) / "flashmla_cupy"
-    home = os.path.expanduser("~")
-    return Path(home) / ".cache" / "flashmla_cupy" if os.path.isabs(home) else None
+    home = _home()
+    return home / ".cache" / "flashmla_cupy" if home else None
 
 
 def dump_dir() -> Path | None:
@@ -113,6 +121,14 @@ def logger() -> logging.Logger:
     return log
 
 
+def warn_of_log_level() -> None:
+    """For the import: a level that does not exist is an error where kernels are compiled, and elsewhere unnoticed."""
+    try:
+        _log_level()
+    except ValueError as error:
+        logging.getLogger("flashmla_cupy").warning(str(error))
+
+
 _READERS: dict[Variable, Callable[[], object]] = {
     CUDA_SRC: cuda_src, CACHE_DIR: cache_dir, LOG: _log_level, DUMP_DIR: dump_dir, LINEINFO: lineinfo,
     DEVICE_ASSERT: device_assert, FORCE_PORTABLE: force_portable, DISABLE_PDL: pdl_enabled,
@@ -137,21 +153,30 @@ def check() -> None:
 
 
 def can_write(folder: Path | None) -> bool:
-    """Whether files can be made in `folder`, or in its nearest parent that exists. Writes nothing, never raises."""
+    """Whether files can be made in `folder`, or in its nearest parent that exists. Leaves nothing, never raises.
+
+    Tried with a file that has no name: os.access allows root everything, also what is not possible, such as in /proc.
+    """
     while folder is not None and not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
-    return folder is not None and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+    try:
+        if folder is not None:
+            tempfile.TemporaryFile(dir=folder).close()
+        return folder is not None
+    except OSError:
+        return False
 
 
 def let_cupy_import() -> None:
     """Names a temporary folder for CuPy's own kernels where it cannot make its usual one.
 
     `import cupy` makes CUPY_CACHE_DIR, default ~/.cupy/kernel_cache, and fails where there is no writable home. This
-    writes nothing, and changes nothing where that folder can be made or CuPy is imported already.
+    leaves no file, and changes nothing where that folder can be made or CuPy is imported already.
     """
     if "cupy" in sys.modules:
         return
-    text = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
+    home = _home()
+    text = os.environ.get("CUPY_CACHE_DIR", str(home / ".cupy" / "kernel_cache") if home else "")
     try:
         if text and not text.startswith("~") and can_write(Path(text).absolute()):
             return

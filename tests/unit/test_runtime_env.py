@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,12 +24,14 @@ assert (out == 1).all()
 import cupy
 print(os.environ.get("CUPY_CACHE_DIR", ""))
 """
+COMMAND = "from flashmla_cupy.__main__ import main; main()"
 
 
-def run(code: str, prefix: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess:
+def run(code: str, prefix: tuple[str, ...] = (), arguments: tuple[str, ...] = (), **variables: str,
+        ) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUPY_")}
-    return subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd="/",
-                          env={**environment, "PYTHONPATH": str(REPO), **variables})
+    return subprocess.run([*prefix, sys.executable, "-c", code, *arguments], capture_output=True, text=True,
+                          timeout=100, cwd="/", env={**environment, "PYTHONPATH": str(REPO), **variables})
 
 
 def test_cupy_imports_where_the_home_is_a_file(tmp_path):
@@ -52,6 +56,27 @@ def test_cupy_imports_where_the_home_cannot_be_written(tmp_path, home):
     assert "flashmla_cupy-" in done.stdout and not list(folder.iterdir())
 
 
+@pytest.mark.parametrize("home", ["/proc/nohome", ""])
+def test_a_home_that_is_none(home):
+    """Root may write anywhere by its permissions; not in /proc. For an empty HOME, expanduser says "/"."""
+    before = set(os.listdir("/"))
+    done = run(CALL, HOME=home)
+    assert done.returncode == 0 and "flashmla_cupy-" in done.stdout, done.stderr
+    done = run(COMMAND, arguments=("env", "--json"), HOME=home, XDG_CACHE_HOME="")
+    facts = json.loads(done.stdout)
+    assert not facts["cache_writable"] and facts["cache"] == (f"{home}/.cache/flashmla_cupy" if home else None)
+    done = run(COMMAND, arguments=("kernels", "compile", "token_indices"), HOME=home, XDG_CACHE_HOME="")
+    assert done.returncode == 0 and "compiled" in done.stdout, done.stderr
+    assert set(os.listdir("/")) == before
+
+
+def test_no_home_to_expand(monkeypatch):
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setenv("FLASHMLA_CACHE_DIR", "~/cache")
+    with pytest.raises(ValueError, match="^FLASHMLA_CACHE_DIR: got '~/cache', expected a folder .there is no home"):
+        env.cache_dir()
+
+
 def test_a_good_home_is_left_alone(tmp_path):
     done = run("import flashmla_cupy, os, sys; assert 'CUPY_CACHE_DIR' not in os.environ and 'cupy' not in sys.modules",
                HOME=str(tmp_path))
@@ -74,3 +99,31 @@ def test_values_are_checked_whatever_the_cache_holds(toy_src, fresh_runtime, mon
     with pytest.raises(ValueError, match=f"{name}: got "):
         fresh_runtime.warmup([TOY])
     assert list(env.problems()) == [name]
+
+
+def test_a_chosen_cache_that_cannot_be_written_is_said_once(toy_src, fresh_runtime, monkeypatch, caplog):
+    from tests.common import TOY
+
+    monkeypatch.setenv("FLASHMLA_CACHE_DIR", "/proc/cache")
+    for _ in range(2):
+        fresh_runtime.compile_cubin(TOY)
+        fresh_runtime.forget()
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage().startswith("FLASHMLA_CACHE_DIR: got /proc/cache, which cannot be written")
+    assert record.getMessage().endswith("kernels are compiled again in each process")
+    monkeypatch.delenv("FLASHMLA_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no")
+    caplog.clear()
+    fresh_runtime.compile_cubin(TOY)
+    assert not caplog.records, "nobody chose that folder"
+
+
+def test_what_cannot_be_written():
+    assert not env.can_write(Path("/proc/nohome"))  # root included
+
+
+def test_an_unknown_log_level_is_said_at_import():
+    done = run(CALL, FLASHMLA_LOG="loud")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == ["FLASHMLA_LOG: got 'loud', expected one of debug, info, warning, error"]
+    assert run(CALL, FLASHMLA_LOG="Warning").stderr == ""
