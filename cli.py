@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable
@@ -16,31 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 
 import flashmla_cupy
-from flashmla_cupy.testing.terminal import OutputFile, console, progress, write_json
+from flashmla_cupy.testing.schedule import MAX_INT32, MAX_REQUESTS
+from flashmla_cupy.testing.terminal import Architecture, Group, OutputFile, OutputFolder, console, progress, write_json
 
 SHOWN_FAILURES = 20
-MAX_LENGTH = 2**31 - 1  # lengths are int32
-MAX_REQUESTS = 65536  # in one picture
-
-
-class Group(click.Group):
-    """Shows every expected error as one readable line and exit code 1."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        from flashmla_cupy.errors import FlashMLAError
-
-        try:
-            return super().invoke(ctx)
-        except (click.exceptions.Exit, click.exceptions.Abort, BrokenPipeError):
-            raise  # click knows what to do when nobody reads on
-        except (FlashMLAError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: CuPy's and torch's
-            raise click.ClickException(" ".join(str(error).split())) from error
-
-
 FILE, PNG = OutputFile(), OutputFile(png=True)
 
 
@@ -59,7 +42,7 @@ def forbid_crossover(ctx: click.Context, _: click.Parameter, value: bool) -> Non
 
 
 EXPERIMENTAL = click.option("--experimental", is_flag=True, expose_value=False, callback=allow_experimental,
-                            help="Also run kernels that have no passing record of a GPU validation yet.")
+                            help="Also kernels that have no passing record of a GPU validation yet.")
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -102,9 +85,10 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
     if machine.gpu:
         out.print(f"[bold]{escape(machine.name)}[/], suite {suite}")
     else:
+        compiled = f"the kernels of {', '.join(ops)}" if ops else "every kernel"
         out.print(
             f"[bold yellow]{'No GPU was found' if not force_numpy else 'The GPU is not used'}:[/] checking the NumPy "
-            f"backend on the small cases of suite {suite}, and compiling every kernel"
+            f"backend on the small cases of suite {suite}, and compiling {compiled}"
         )
     chosen, left_out = validation.runnable(ops or checks.OPS, machine)
     if left_out:
@@ -252,7 +236,7 @@ def kernels_list() -> None:
 @kernels.command("compile")
 @NAME
 @click.option("--fresh", is_flag=True, help="Compile even if the cache has the kernel.")
-@click.option("--arch", help="For another GPU architecture, such as sm_90a.")
+@click.option("--arch", type=Architecture(), help="For another GPU architecture, such as sm_90a.")
 def kernels_compile(name: str, fresh: bool, arch: str | None) -> None:
     """Compile the kernels whose name contains NAME: registers, spills, shared memory, seconds."""
     from flashmla_cupy.testing import kernels as variants
@@ -263,9 +247,7 @@ def kernels_compile(name: str, fresh: bool, arch: str | None) -> None:
 
 @kernels.command("dump")
 @NAME
-@click.option(
-    "--to", "folder", type=click.Path(file_okay=False, path_type=Path), default=Path("kernels"), show_default=True
-)
+@click.option("--to", "folder", type=OutputFolder(), default="kernels", show_default=True)
 def kernels_dump(name: str, folder: Path) -> None:
     """Write generated source, PTX, cubin, SASS and compile log of the kernels whose name contains NAME."""
     from flashmla_cupy.testing import kernels as variants
@@ -289,10 +271,10 @@ def kernels_watch(name: str, interval: float, rounds: int | None) -> None:
     from flashmla_cupy.runtime import source
     from flashmla_cupy.testing import kernels as variants
 
-    out = console()
+    out, specs = console(), variants.choose(name)
     out.print(f"watching {source.source_root()}", soft_wrap=True)  # OSError where there is none
     with contextlib.suppress(KeyboardInterrupt):
-        for changed in variants.changes(variants.choose(name), interval, rounds):
+        for changed in variants.changes(specs, interval, rounds):
             compile_kernels(out, changed)
 
 
@@ -303,55 +285,35 @@ def kernels_watch(name: str, interval: float, rounds: int | None) -> None:
 @click.option("--lengths", help="KV lengths, comma separated; 4096x8 repeats one eight times.")
 @click.option("--batch", default=16, show_default=True, type=click.IntRange(1, MAX_REQUESTS),
               help="Requests to draw without --lengths.")
-@click.option("--mean", default=4096, show_default=True, type=click.IntRange(0, MAX_LENGTH), help="Their mean length.")
+@click.option("--mean", default=4096, show_default=True, type=click.IntRange(0, MAX_INT32), help="Their mean length.")
 @click.option("--varlen", is_flag=True, help="Draw lengths around the mean.")
-@click.option("--h-q", default=128, show_default=True, type=click.IntRange(1))
-@click.option("--h-kv", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--s-q", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--h-q", default=128, show_default=True, type=click.IntRange(1, MAX_INT32))
+@click.option("--h-kv", default=1, show_default=True, type=click.IntRange(1, MAX_INT32))
+@click.option("--s-q", default=1, show_default=True, type=click.IntRange(1, MAX_INT32))
 @click.option("--sm-count", type=click.IntRange(1, 65535), help="SMs of the GPU; the one here, else an H200's 132.")
 @click.option("--png", type=PNG, help="Also write a picture.")
 def schedule(lengths: str | None, batch: int, mean: int, varlen: bool, h_q: int, h_kv: int, s_q: int,
              sm_count: int | None, png: Path | None) -> None:
     """Show who works on what: requests x SM parts."""
-    import numpy as np
-
-    from flashmla_cupy.ops.sched_meta import num_sm_parts
-    from flashmla_cupy.reference.sched_meta import plan
     from flashmla_cupy.testing import machine as machines
     from flashmla_cupy.testing import report
-    from flashmla_cupy.testing.bench_cases import BenchCase
+    from flashmla_cupy.testing import schedule as schedules
 
+    source_of = click.get_current_context().get_parameter_source
+    for name in ("batch", "mean", "varlen"):
+        if lengths is not None and source_of(name) is not ParameterSource.DEFAULT:
+            raise ValueError(f"--{name}: got a value, expected none with --lengths, which names every request")
     if lengths is not None:
-        values = parse_lengths(lengths)
+        values = schedules.parse_lengths(lengths)
     else:
-        values = [min(n, MAX_LENGTH) for n in BenchCase(batch, h_q, s_q, mean, varlen=varlen).lengths()]
-    if h_q % h_kv:
-        raise ValueError(f"h-kv: got {h_kv}, expected a divisor of h-q = {h_q}")
-    tokens = np.asarray(values, np.int32)
-    parts = num_sm_parts(sm_count or machines.detect().sm_count, h_kv, s_q * h_q // h_kv)
-    metadata, num_splits = plan(tokens, parts)
+        values = schedules.draw_lengths(batch, h_q, s_q, mean, varlen)
+    tokens, metadata, num_splits = schedules.plan(values, h_q, h_kv, s_q, sm_count or machines.detect().sm_count)
     out = console()
     out.print(report.schedule_text(metadata, tokens, out.width, ascii_only=out.options.ascii_only))
     out.print(report.schedule_summary(metadata, num_splits, tokens), soft_wrap=True)
     if png is not None:
         report.schedule_png(metadata, tokens, png)
         out.print(f"picture: {png}")
-
-
-def parse_lengths(text: str) -> list[int]:
-    """ "4096x2,65" -> [4096, 4096, 65]. Raises ValueError on anything else."""
-    values: list[int] = []
-    for word in map(str.strip, text.split(",")):
-        found = re.fullmatch(r"([0-9]{1,20})(?:x([0-9]{1,20}))?", word)
-        if found is None:
-            raise ValueError(f"lengths: got {word!r}, expected a number or number x times, such as 4096x8")
-        length, times = int(found[1]), int(found[2] or 1)
-        if length > MAX_LENGTH:
-            raise ValueError(f"lengths: got {length}, expected at most {MAX_LENGTH} (int32)")
-        if not 1 <= times <= MAX_REQUESTS - len(values):
-            raise ValueError(f"lengths: got {word!r}, expected 1 to {MAX_REQUESTS} requests in all")
-        values += [length] * times
-    return values
 
 
 # ---- env, cache
@@ -361,25 +323,14 @@ def parse_lengths(text: str) -> list[int]:
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def env(as_json: bool) -> None:
     """What this installation runs with: GPU, tool versions, cache, environment variables."""
-    from flashmla_cupy.testing import environment
+    from flashmla_cupy.testing import environment, report
     from flashmla_cupy.testing import machine as machines
 
     facts = environment.facts(machines.detect())
     if as_json:
         click.echo(json.dumps(facts, indent=1))
-        return
-    from rich.table import Table
-
-    table = Table("", "", show_header=False)
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            for name, row in value.items():
-                text = escape(f"{'(unset)' if row['value'] is None else row['value']}  {row['meaning']}")
-                table.add_row(name, text + (f"\n[red]{escape(row['problem'])}[/]" if row["problem"] else ""))
-        else:
-            table.add_row(key, "none" if value is None else escape(str(value)))
-    console().print(table)
-
+    else:
+        console().print(report.facts_table(facts))
 
 @cli.group()
 def cache() -> None:
@@ -415,7 +366,10 @@ def cache_clear() -> None:
 @NAME
 @EXPERIMENTAL
 def cache_warmup(name: str) -> None:
-    """Compile the kernels whose name contains NAME (without it all, but experimental ones) ahead of their first use."""
+    """Compile kernels into the cache, ahead of their first use.
+
+    Those whose name contains NAME, or all; experimental ones only with --experimental.
+    """
     from flashmla_cupy.ops._select import selectable
     from flashmla_cupy.runtime import cache as store
     from flashmla_cupy.runtime import compile as runtime_compile

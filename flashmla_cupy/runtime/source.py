@@ -38,7 +38,7 @@ def _read_transitive(spec: KernelSpec) -> dict[str, str]:
     root, texts = source_root(), {}
     pending = [_PARAMS_FILE, spec.kernel_file]
     if not os.path.isfile(root / spec.kernel_file):
-        raise FileNotFoundError(f"{spec.name}: no {spec.kernel_file} in {root}")
+        raise FileNotFoundError(f"no {spec.kernel_file} in {root}")
     while pending:
         name = pending.pop()
         if name in texts:

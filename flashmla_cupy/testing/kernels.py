@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,15 +42,26 @@ def compile_all(
     arch: str | None = None,
     on_done: Callable[[str], None] = lambda name: None,
 ) -> list[Compiled]:
-    """Compiles one after the other, so that the seconds of each mean something."""
+    """Compiles one after the other, so that the seconds of each mean something. arch: instead of each spec's own."""
     rows: list[Compiled] = []
     for spec in specs:
         try:
+            if arch is not None:
+                _check_arch(spec, arch)
             rows.append((spec.name, runtime_compile.compile_cubin(spec, arch, use_cache=use_cache)))
         except FlashMLAError as error:
             rows.append((spec.name, error))
         on_done(spec.name)
     return rows
+
+
+def _check_arch(spec: KernelSpec, arch: str) -> None:
+    """Raises FlashMLAError where the kernel uses instructions that `arch` (sm_90a, say) does not have."""
+    lowest, given = (int(re.search("sm_?([0-9]+)", name)[1]) for name in (spec.path, arch))
+    if lowest == 90 and arch != "sm_90a":  # wgmma, which only Hopper has
+        raise FlashMLAError(f"{spec.name}: needs sm_90a, not {arch}")
+    if given < lowest:
+        raise FlashMLAError(f"{spec.name}: needs sm_{lowest} or higher, not {arch}")
 
 
 def errors(rows: list[Compiled]) -> list[Exception]:
@@ -62,7 +74,7 @@ def dump(spec: KernelSpec, folder: Path) -> tuple[list[str], str | None]:
     Returns the file names, and why there is no SASS when no disassembler is installed. Of a kernel that does not
     compile the unit and the log are there when KernelCompileError is raised.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     try:
         compiled = runtime_compile.compile_cubin(spec)
     except KernelCompileError as error:

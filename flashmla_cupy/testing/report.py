@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from flashmla_cupy.errors import FlashMLAError
+from flashmla_cupy.runtime import env
 from flashmla_cupy.testing import work_model
 from flashmla_cupy.testing.bench import OURS, HostCost, Row
 from flashmla_cupy.testing.validate import Result, by_kernel
@@ -186,6 +188,22 @@ def roofline(rows: list[Row], path: Path, op: str = "dense_decode") -> None:
     _save(figure, path)
 
 
+# ---- env
+
+
+def facts_table(facts: dict[str, Any]) -> Table:
+    """environment.facts: a row each, and one for each environment variable."""
+    table = Table("", "", show_header=False)
+    for key, value in facts.items():
+        if not isinstance(value, dict):
+            table.add_row(key, "none" if value is None else escape(str(value)))
+            continue
+        for name, row in value.items():
+            text = escape(f"{'(unset)' if row['value'] is None else row['value']}  {row['meaning']}")
+            table.add_row(name, text + (f"\n[red]{escape(row['problem'])}[/]" if row["problem"] else ""))
+    return table
+
+
 # ---- schedule
 
 
@@ -278,15 +296,20 @@ def check_picture(option: str, path: Path) -> None:
         raise FlashMLAError(f"{option}: got {str(path)!r}, expected a name that ends in .png")
 
 
-def prepare_output(option: str, path: Path) -> None:
-    """Makes the folder of a file that will be written. Raises FlashMLAError when that will not be possible."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        writable = os.access(path if path.exists() else path.parent, os.W_OK) and not path.is_dir()
-    except OSError:
-        writable = False
-    if not writable:
+def check_file(option: str, path: Path) -> None:
+    """Raises FlashMLAError when a file cannot be written there, also where its folder is missing."""
+    if not os.path.isdir(path.parent):
+        raise FlashMLAError(f"{option}: got {str(path)!r}, expected a file in a folder that exists")
+    if os.path.isdir(path) or not (os.access(path, os.W_OK) if os.path.exists(path) else env.can_write(path.parent)):
         raise FlashMLAError(f"{option}: got {str(path)!r}, expected a file that can be written")
+
+
+def check_folder(option: str, path: Path) -> None:
+    """The same for a folder, which may be missing but not its parent."""
+    if not os.path.isdir(path.parent):
+        raise FlashMLAError(f"{option}: got {str(path)!r}, expected a folder whose parent exists")
+    if not env.can_write(path):
+        raise FlashMLAError(f"{option}: got {str(path)!r}, expected a folder that can be written")
 
 
 def _pyplot() -> Any:

@@ -1,9 +1,10 @@
-"""What the commands of cli.py share at the terminal: the console, progress, and options that name a file to write."""
+"""What the commands of cli.py share at the terminal: errors, the console, progress, and values of options."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -55,8 +56,47 @@ def write_json(path: Path | None, content: Any) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+class Group(click.Group):
+    """Shows every expected error as one readable line and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from flashmla_cupy.errors import FlashMLAError
+
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.exceptions.Abort, BrokenPipeError):
+            raise  # click knows what to do when nobody reads on
+        except (FlashMLAError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: CuPy's and torch's
+            raise click.ClickException(" ".join(str(error).split())) from error
+
+
+class Architecture(click.ParamType):
+    """A GPU architecture for which NVRTC makes cubins."""
+
+    name = "arch"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if re.fullmatch("sm_[0-9]{2,3}[af]?", value) is None:
+            self.fail(f"got {value!r}, expected sm_ and a number, then a or f or nothing, such as sm_90a", param, ctx)
+        return value
+
+
+class OutputFolder(click.Path):
+    """A folder to write into. It may be missing but not its parent: a path that was mistyped is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from flashmla_cupy.testing import report
+
+        path = super().convert(value, param, ctx)
+        report.check_folder(param.opts[0] if param else "folder", path)
+        return path
+
+
 class OutputFile(click.Path):
-    """A file to write; its folder is made, or the file refused, before the work. png: what will be written."""
+    """A file to write; refused before the work where that will not be possible. png: what will be written."""
 
     def __init__(self, png: bool = False) -> None:
         super().__init__(path_type=Path)
@@ -71,5 +111,5 @@ class OutputFile(click.Path):
         path = super().convert(value, param, ctx)
         if self.png:
             report.check_picture(option, path)
-        report.prepare_output(option, path)
+        report.check_file(option, path)
         return path

@@ -149,9 +149,11 @@ def stale_kernels(folder: Path) -> dict[str, str]:
 
 def results_json(results: list[Result], suite: str, machine: Machine) -> dict[str, Any]:
     """Every check, for --json."""
+    passed = sum(result.passed for result in results)
     return {
         "suite": suite,
         **versions(machine),
+        "summary": {"checks": len(results), "passed": passed, "failed": len(results) - passed},
         "by_kernel": by_kernel(results),
-        "checks": [{**vars(result), "kernels": list(result.kernels)} for result in results],
+        "checks": [{**vars(result), "passed": result.passed, "kernels": list(result.kernels)} for result in results],
     }

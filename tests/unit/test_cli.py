@@ -83,18 +83,22 @@ def test_help(command):
 
 
 def test_validate_without_a_gpu_says_so_and_compiles(fake_compile, tmp_path):
-    output = invoke("validate", "--op", "sched_meta", "--json", str(tmp_path / "out" / "v.json"))
+    output = invoke("validate", "--op", "sched_meta", "--json", str(tmp_path / "v.json"))
     assert "No GPU was found" in output and "sched_meta.sm80" in output and "checks passed" in output
-    content = json.loads((tmp_path / "out" / "v.json").read_text())
-    assert content["gpu"] is None and all(check["message"] is None for check in content["checks"])
+    assert "compiling the kernels of sched_meta" in output and "every kernel" not in output
+    content = json.loads((tmp_path / "v.json").read_text())
+    assert content["gpu"] is None and all(check["message"] is None and check["passed"] for check in content["checks"])
+    count = len(content["checks"])
+    assert content["summary"] == {"checks": count, "passed": count, "failed": 0}
 
 
 def test_validate_smoke_runs_the_numpy_backend(fake_compile):
     output = invoke("validate", "--suite", "smoke")
+    assert "compiling every kernel" in output
     assert "dense_decode" in output and "checks passed" in output and "FAILED" not in output
 
 
-def test_validate_reports_failures_in_one_line_each(fake_compile, monkeypatch):
+def test_validate_reports_failures_in_one_line_each(fake_compile, monkeypatch, tmp_path):
     def crash():
         raise RuntimeError("first line\nsecond line")
 
@@ -104,7 +108,10 @@ def test_validate_reports_failures_in_one_line_each(fake_compile, monkeypatch):
         checks.Check("combine", "wrong", lambda: Errors(3.0, 0.0, "out: error 3")),
     ]
     monkeypatch.setattr(checks, "collect", lambda ops, suite, machine: rows)
-    output = invoke("validate", "--op", "combine", code=1)
+    output = invoke("validate", "--op", "combine", "--json", str(tmp_path / "v.json"), code=1)
+    content = json.loads((tmp_path / "v.json").read_text())
+    assert content["summary"] == {"checks": 3, "passed": 1, "failed": 2}
+    assert [check["passed"] for check in content["checks"]] == [True, False, False]
     assert "FAILED combine: crash: RuntimeError: first line\n" in output and "out: error 3" in output
     assert "1 of 3 checks passed" in output and "second line" not in output
 
@@ -139,7 +146,8 @@ def test_kernels_compile(fake_compile):
     assert "168" in output and "230000" in output and "1.25" in output
     fail.append(True)
     assert "kernel_sm80.cuh:3" in invoke("kernels", "compile", "combine", code=1)
-    assert "kernel: got 'nothing'" in invoke("kernels", "compile", "nothing", code=1)
+    for command in ("compile", "watch", "dump"):
+        assert invoke("kernels", command, "nothing", code=1).startswith("Error: kernel: got 'nothing'")
 
 
 def test_kernels_dump(fake_compile, monkeypatch, tmp_path):
@@ -186,7 +194,15 @@ def test_schedule_draws_the_plan(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, message", [(("--lengths", "12,x"), "lengths: got 'x'"), (("--h-q", "10", "--h-kv", "3"), "h-kv: got 3")]
+    "arguments, message",
+    [
+        (("--lengths", "12,x"), "lengths: got 'x'"),
+        (("--h-q", "10", "--h-kv", "3"), "h-kv: got 3"),
+        (("--h-q", "65536", "--s-q", "65536"), "s-q: got 65536, expected s-q * h-q / h-kv = 4294967296 to be at most"),
+        (("--lengths", "12", "--batch", "16"), "--batch: got a value, expected none with --lengths"),
+        (("--lengths", "12", "--mean", "5"), "--mean: got a value, expected none with --lengths"),
+        (("--varlen", "--lengths", "12"), "--varlen: got a value, expected none with --lengths"),
+    ],
 )
 def test_schedule_refuses(arguments, message):
     assert message in invoke("schedule", *arguments, code=1)

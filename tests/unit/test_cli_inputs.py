@@ -37,7 +37,8 @@ def test_lengths(lengths, message):
     assert output.startswith("Error: lengths: ") and message in output and output.count("\n") == 1
 
 
-@pytest.mark.parametrize("option, value", [("--mean", "2147483648"), ("--batch", "99999999"), ("--sm-count", "70000")])
+@pytest.mark.parametrize("option, value", [("--mean", "2147483648"), ("--batch", "99999999"), ("--sm-count", "70000"),
+                                           ("--h-q", "2147483648"), ("--h-kv", "0"), ("--s-q", "2147483648")])
 def test_numbers_out_of_range(option, value):
     assert f"Invalid value for '{option}'" in invoke("schedule", option, value, code=2)
 
@@ -55,20 +56,30 @@ def test_ascii_output():
 # ---- files to write ----
 def test_a_picture_gets_the_name_that_was_asked_for(tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "new" / "noext"
+    path = tmp_path / "noext"
     assert str(path) in invoke("schedule", "--batch", "2", "--png", str(path)).replace("\n", "")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("arguments", [
     ("validate", "--json"), ("validate", "--record"), ("bench", "--json"), ("bench", "--plot"), ("schedule", "--png")])
-@pytest.mark.parametrize("place", ["below a file", "a folder"])
+@pytest.mark.parametrize("place", ["below a file", "a folder", "in a folder that is not there", "in /proc"])
 def test_files_are_refused_before_the_work(tmp_path, monkeypatch, arguments, place):
     monkeypatch.setattr(report, "check_picture", lambda option, path: None)
     (tmp_path / "file").write_text("")
-    path = tmp_path / "file" / "x.png" if place == "below a file" else tmp_path
+    path = {"below a file": tmp_path / "file" / "x.png", "a folder": tmp_path, "in /proc": Path("/proc/x.png"),
+            "in a folder that is not there": tmp_path / "new" / "x.png"}[place]
     output = invoke(*arguments, str(path), code=1)
     assert output.startswith(f"Error: {arguments[1]}: got ") and output.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+@pytest.mark.parametrize("folder", ["new/dump", "file/dump", "/proc/dump"])
+def test_a_dump_goes_into_a_folder_whose_parent_exists(fake_compile, tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    output = invoke("kernels", "dump", "sched_meta", "--to", str(tmp_path / folder), code=1)
+    assert output.startswith("Error: --to: got ") and output.count("\n") == 1 and not fake_compile[0]
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 def test_pictures_are_png():
@@ -180,7 +191,8 @@ def test_watch_says_when_a_source_stays_away(only_toy, monkeypatch):
     steps = iter([kernel.unlink, lambda: kernel.write_text(text), kernel.unlink, lambda: None, lambda: None])
     monkeypatch.setattr("time.sleep", lambda seconds: next(steps)())
     output = invoke("kernels", "watch", "--rounds", "5")
-    assert output.count("Compiled kernels") == 2 and output.count(f"no {TOY.kernel_file}") == 1  # not for one look
+    assert output.count("Compiled kernels") == 2  # not for one look
+    assert output.count(f"\n{TOY.name}: no {TOY.kernel_file}") == output.count(TOY.kernel_file) == 1
 
 
 def test_dump_of_a_kernel_that_does_not_compile(only_toy, tmp_path):
@@ -200,10 +212,26 @@ def test_watch_with_a_dump_folder_that_cannot_be_written(only_toy, monkeypatch, 
     assert "FLASHMLA_DUMP_DIR: toy.sm90.f32.n128 not dumped" in caplog.text
 
 
-@pytest.mark.parametrize("arch", ["compute_90", "nonsense"])
-def test_an_architecture_without_cubins_is_a_failed_row(only_toy, arch):
-    output = invoke("kernels", "compile", "--arch", arch, code=1)
-    assert "failed" in output and f"\n{TOY.name}: " in output
+@pytest.mark.parametrize("arch", ["compute_90", "nonsense", "sm_", "sm_90b", "90a", "SM_90", ""])
+def test_the_form_of_an_architecture(fake_compile, arch):
+    output = invoke("kernels", "compile", "--arch", arch, code=2)
+    assert "Invalid value for '--arch'" in output and f"got {arch!r}, expected sm_" in output and not fake_compile[0]
+
+
+def test_an_architecture_that_nvrtc_does_not_know_is_a_failed_row(fresh_runtime):
+    output = invoke("kernels", "compile", "combine.sm80.fp32", "--arch", "sm_99", code=1)
+    assert "failed" in output and "\ncombine.sm80.fp32: nvrtc: error: invalid value for --gpu-arch" in output
+
+
+@pytest.mark.parametrize("name, arch, needed", [
+    ("dense_decode.sm90.bf16.d576", "sm_90", "sm_90a"), ("dense_decode.sm90.bf16.d576", "sm_100a", "sm_90a"),
+    ("sched_meta", "sm_75", "sm_80 or higher"), ("kv_quant.quantize_sm89.v32.bf16", "sm_80", "sm_89 or higher"),
+    ("sched_meta", "sm_100f", None), ("dense_decode.sm90.bf16.d576", "sm_90a", None)])
+def test_the_architecture_that_a_kernel_needs(fake_compile, name, arch, needed):
+    output = invoke("kernels", "compile", name, "--arch", arch, code=1 if needed else 0)
+    (spec,) = [spec for spec in _select.all_specs() if name in spec.name]
+    assert bool(fake_compile[0]) == (needed is None)
+    assert (f"\n{spec.name}: needs {needed}, not {arch}\n" if needed else f" {arch} ") in output
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "inf"])
