@@ -247,16 +247,19 @@ class _Plan:
         q_ptr, cache_ptr, lengths_ptr = q.data.ptr, k_cache.data.ptr, lengths.data.ptr
         table_ptr = 0 if table is None else table.data.ptr
         metadata_ptr, splits_ptr = (0, 0) if metadata is None else (metadata.data.ptr, num_splits.data.ptr)
+        out_ptr, lse_ptr = 0 if out is None else out.data.ptr, 0 if lse is None else lse.data.ptr
         if self.overlap is not None:
-            addresses = (q_ptr, cache_ptr, table_ptr, lengths_ptr, metadata_ptr, splits_ptr, _device.pointer(out),
-                         _device.pointer(lse), _device.pointer(workspace))
+            addresses = (q_ptr, cache_ptr, table_ptr, lengths_ptr, metadata_ptr, splits_ptr, out_ptr, lse_ptr,
+                         0 if workspace is None else workspace.data.ptr)
             if addresses not in self.overlap.known:
                 arrays = q, k_cache, table, lengths, metadata, num_splits, out, lse, workspace
                 self.overlap.look(addresses, dict(zip(_ARRAYS, arrays, strict=True)))
         if out is None:
             out = cupy.empty(self.out_shape, self.dtype)
+            out_ptr = out.data.ptr
         if lse is None:
             lse = cupy.empty(self.lse_shape, np.float32)
+            lse_ptr = lse.data.ptr
         if self.empty:
             _device.assign(out.view(np.uint16), 0)
             _device.assign(lse, -np.inf)
@@ -275,7 +278,6 @@ class _Plan:
             sched_meta.launch_plan(self.problem.batch, self.parts, lengths_ptr, metadata_ptr, splits_ptr, base,
                                    stream_ptr, self.fixed_seqlen)
 
-        out_ptr, lse_ptr = out.data.ptr, lse.data.ptr
         params = self.params.fill(q_ptr, out_ptr, lse_ptr, o_partial, lse_partial, lengths_ptr, table_ptr, metadata_ptr,
                                   head=self._maps.get(cache_ptr) or self._encode_map(cache_ptr))
         self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
