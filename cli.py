@@ -34,11 +34,11 @@ def allow_experimental(ctx: click.Context, _: click.Parameter, value: bool) -> N
         ctx.with_resource(_select.experimental_kernels())
 
 
-def forbid_crossover(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+def ask_for_crossover(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
         from flashmla_cupy.ops import sparse_decode
 
-        ctx.with_resource(sparse_decode.without_crossover())
+        ctx.with_resource(sparse_decode.with_crossover())
 
 
 EXPERIMENTAL = click.option("--experimental", is_flag=True, expose_value=False, callback=allow_experimental,
@@ -138,8 +138,8 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
                    "repeated.")
 @click.option("--graph", is_flag=True, help="Measure every row inside a CUDA graph (small batches always are).")
 @click.option("--host", is_flag=True, help="Only the host time of an eager call and the first-call times.")
-@click.option("--no-crossover", is_flag=True, expose_value=False, callback=forbid_crossover,
-              help="sparse_decode: no two CTAs share the dequantizing (FLASHMLA_DISABLE_PDL=1 is the like for PDL).")
+@click.option("--crossover", is_flag=True, expose_value=False, callback=ask_for_crossover,
+              help="sparse_decode: two CTAs share the dequantizing, which is not faster.")
 @click.option("--repeats", default=15, show_default=True, type=click.IntRange(1), help="Repetitions behind a median.")
 @click.option("--plot", type=PNG, help="Write a roofline PNG.")
 @click.option("--json", "json_path", type=FILE, help="Write every figure.")

@@ -46,17 +46,27 @@ struct Fragment {
   int slot;                    // row of the partial results, or -1: the request is whole and written out directly
 };
 
+// Whether an earlier part has begun the request, and whether a later one goes on with it.
+__device__ __forceinline__ bool is_continued(const PartPlan& plan, int req) {
+  return plan.begins_inside && req == plan.begin_req;
+}
+__device__ __forceinline__ bool is_cut(const PartPlan& plan, int req) { return plan.ends_inside && req == plan.end_req; }
+
+// Row of the partial results of a fragment, or -1: the request is whole.
+__device__ __forceinline__ int slot_of(const PartPlan& plan, int req) {
+  const bool continued = is_continued(plan, req);
+  return continued || is_cut(plan, req) ? 2 * plan.part + (continued ? 0 : 1) : -1;
+}
+
 // `visible` bounds the tokens that any row of the caller's tile may see (causal); `max_seqlen` what the cache holds.
 __device__ __forceinline__ Fragment fragment_of(const PartPlan& plan, int req, int seqlen, int visible) {
-  const bool continued = plan.begins_inside && req == plan.begin_req;
-  const bool cut = plan.ends_inside && req == plan.end_req;
   const int blocks = ceil_div(seqlen, kKvBlock);
   Fragment f;
   f.seqlen = seqlen;
-  f.begin_block = min(continued ? plan.begin_block : 0, blocks);
-  f.end_block = min(cut ? plan.end_block : blocks, ceil_div(max(visible, 0), kKvBlock));
+  f.begin_block = min(is_continued(plan, req) ? plan.begin_block : 0, blocks);
+  f.end_block = min(is_cut(plan, req) ? plan.end_block : blocks, ceil_div(max(visible, 0), kKvBlock));
   f.end_block = max(f.begin_block, min(f.end_block, blocks));
-  f.slot = continued || cut ? 2 * plan.part + (continued ? 0 : 1) : -1;
+  f.slot = slot_of(plan, req);
   return f;
 }
 

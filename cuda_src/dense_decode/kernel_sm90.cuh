@@ -287,7 +287,7 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       ptx::bar_sync(kScoreBarrier, 128);  // no warp's Q K^T reads the RoPE tile any more
       uint32_t p[4][4];
       attention::pack_probabilities<typename Config::Element>(s, p);
-      attention::store_probabilities(p, smem_addr(smem.rope_or_p[k_ring.stage]));
+      attention::store_probabilities(p, smem_addr(smem.rope_or_p[k_ring.stage]), threadIdx.x % 128);
       k_ring.advance();
       if (block + 1 == end_block) {
         state0.sum = tile::quad_sum(state0.sum);

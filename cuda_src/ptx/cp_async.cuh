@@ -1,4 +1,4 @@
-// cp.async: 16 bytes from global to shared memory by one thread, through no register of it.
+// cp.async: 8 or 16 bytes from global to shared memory by one thread, through no register of it.
 #pragma once
 #include "common/types.cuh"
 
@@ -7,6 +7,19 @@ namespace flashmla::ptx {
 // `bytes` 16, or 0 for zeros without reading `src`.
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+
+// The same for 8 bytes.
+__device__ __forceinline__ void cp_async_8(uint32_t dst, const void* src, uint32_t bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most kPending of this thread's groups are still on their way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Until all of this thread's copies have arrived.

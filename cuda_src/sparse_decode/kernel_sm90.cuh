@@ -2,28 +2,32 @@
 // Paged (dense): to the tokens of its request, by a block table. In blocks of 64; out = softmax(scale Q K^T) V, where V is
 // the first 512 dims of the dequantized K.
 //
-// Method: FlashMLA's FP8 sparse decode on the pipeline of dense_decode: one warpgroup turns gathered e4m3 rows into the
-// bf16 tiles that the copy engine brings there. Crossover: two CTAs of a cluster, with different heads of one query token
-// (paged: with any rows), each dequantize half of a block and send it to the other; without it, each CTA dequantizes every
-// token it needs.
+// Method: FlashMLA's FP8 sparse decode on the pipeline of dense_decode: scores and output by warpgroups of their own, most
+// of Q as register operands. Tokens are staged in shared memory as they lie in the cache, a block ahead, and made the bf16
+// tiles which the copy engine brings there; by a fourth warpgroup, and by the output warpgroups while they wait for P.
+// Crossover: two CTAs of a cluster, with different heads of one query token (paged: with any rows), each dequantize half of
+// a block and send it to the other; without it, each CTA dequantizes every token it needs.
 //
 // grid    sparse: (ceil(h_q / 64), s_q, num_sm_parts); paged: (ceil(s_q h_q / 64), 1, num_sm_parts)
-// block   384 threads, one CTA an SM; cluster of 2 along x with the crossover, else none
-// roles   warpgroup 0  S = Q K^T, masking, softmax, row sums, log-sum-exp, sink; output half 0: O[:, 0:256] += P V
-//         warpgroup 1  output half 1: O[:, 256:512] += P V
-//         warpgroup 2  dequantize: gathers 16 (crossover: 8) tokens a warp, e4m3 x scale to bf16, swizzled tiles here and
-//                      (crossover) in the other CTA, validity bits
-// order   Warpgroup 0 issues Q K^T (n + 1), then its P V (n) with P in registers, and is at the softmax of n + 1 while the
-//         latter runs. Warpgroup 1 starts its P V (n) as soon as P (n) is in shared memory and so leaves its half of the
-//         stage first: half 1 is dequantized before half 0.
+// block   512 threads, one CTA an SM; cluster of 2 along x with the crossover, else none
+// roles   warpgroup 0  scores: S = Q K^T, masking, softmax, P to shared memory, row sums, log-sum-exp, sink
+//         warpgroup 1  output half 0: O[:, 0:256] += P V; dequantizes dims 0-255 of tokens 32-63 of a block
+//         warpgroup 2  output half 1: O[:, 256:512] += P V; dequantizes the other dims of those tokens
+//         warpgroup 3  finds the tokens of each block, tells the output warps where theirs lie, dequantizes tokens 0-31,
+//                      writes validity bits. Crossover: halves of the CTA's 32 tokens instead
+//         A warp copies what it converts itself: 8 tokens (crossover: 4, and stores them in the other CTA too).
+// order   P V (n) of half 0 runs beside Q K^T (n + 1), that of half 1 only after it, under the softmax of n + 1. Half 0 of a
+//         stage is thus free, and dequantized again, before half 1, and Q K^T reads it first.
 //
 // barrier       arrivals    armed by     waited on by
-// k_full[s][h]  4 (warps)   dequantize   warpgroup 0, h    dims 0-255 (h = 0), or the others, of a block are in stage s;
-//               + the other CTA's tokens (32 x dims x 2 bytes) with the crossover; with h = 1 also the validity bits
-// k_empty[s][h] 4 (warps)   warpgr. h    dequantize        P V of the block in stage s is done; 8 with the crossover: the
-//               other CTA's warpgroup h too, for its stage is written from here
-// p_full        4 (warps)   warpgr. 0    warpgroup 1       p, rescale, inv_sum may be read
-// p_empty       4 (warps)   warpgr. 1    warpgroup 0       p, rescale, inv_sum have been read
+// k_full[s][h]  8 (warps)   3 and half h scores, half h    half h of the dims of a block is in stage s; with h = 1 validity bits
+//               + the other CTA's tokens (32 x dims x 2 bytes) with the crossover
+// k_empty[s][h] 4 (warps)   half h       3 and half h      P V of half h of the block in stage s is done; 8 with the crossover:
+//               the other CTA's half h too, for its stage is written from here
+// names_full    4 (warps)   3            both halves       where the tokens of a block lie, and whether there is one
+// names_empty   8 (warps)   both halves  3                 they have been read
+// p_full[h]     4 (warps)   scores       half h            p, rescale, inv_sum may be read
+// p_empty       8 (warps)   both halves  scores            p, rescale, inv_sum have been read
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/online_softmax.cuh"
@@ -38,331 +42,190 @@
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_st.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/special_register.cuh"
 #include "ptx/st_async.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_n128.cuh"
 #include "sparse_decode/config.cuh"
-#include "tile/e4m3.cuh"
+#include "sparse_decode/dequantize.cuh"
+#include "sparse_decode/keys.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/swizzle.cuh"
 
 namespace flashmla::sparse_decode {
 
-using attention::PartPlan;
 using tile::arrive_once_per_warp;
 using tile::smem_addr;
 
 constexpr uint32_t kScoreBarrier = 1;
-constexpr unsigned kFullWarp = 0xffffffffu;
 
-// A query row of this CTA: a head of one query token, or (paged, where tokens share their keys) of any.
-struct QueryRow {
-  int token, head;
-  bool exists;
-};
+// A query row in global memory; rows past the last give any.
 template <class Config>
-__device__ __forceinline__ QueryRow query_row(const SparseDecodeParams& params, int local_row) {
-  const int row = blockIdx.x * Config::kRows + local_row;
-  if constexpr (!Config::kPaged) return {(int)blockIdx.y, row, row < params.h_q};
-  const int token = divide_by_magic(row, params.h_q_magic, params.h_q_shift);
-  return {token, row - token * params.h_q, token < params.s_q};
-}
-
-// Causal: query token i of s_q sees seqlen - s_q + i + 1 tokens.
-__device__ __forceinline__ int visible_tokens(const SparseDecodeParams& params, int seqlen, int token) {
-  return params.causal ? min(seqlen, seqlen - params.s_q + token + 1) : seqlen;
-}
-
-__device__ __forceinline__ int load_seqlen(const SparseDecodeParams& params, int req) {
-  return min(max(__ldg(params.cache_seqlens + req), 0), params.max_seqlen);
-}
-
-// Entries of a list that count for a request.
-__device__ __forceinline__ int list_length(const SparseKeys& keys, int req) {
-  return keys.topk_length == nullptr ? keys.topk : min(max(__ldg(keys.topk_length + req), 0), keys.topk);
-}
-
-// The blocks of a request that this CTA works on. Sparse: first come the blocks of the main list, then the extra ones.
-struct Fragment {
-  int main_blocks;
-  int begin_block, end_block, slot;
-};
-template <class Config>
-__device__ __forceinline__ Fragment load_fragment(const SparseDecodeParams& params, const PartPlan& plan, int req) {
-  attention::Fragment f;
-  int main_blocks;
-  if constexpr (Config::kPaged) {
-    const int seqlen = load_seqlen(params, req);
-    f = attention::fragment_of(plan, req, seqlen, visible_tokens(params, seqlen, plan.last_token));
-    main_blocks = ceil_div(seqlen, attention::kKvBlock);
-  } else {
-    main_blocks = ceil_div(list_length(params.main, req), attention::kKvBlock);
-    const int blocks = main_blocks + ceil_div(list_length(params.extra, req), attention::kKvBlock);
-    f = attention::fragment_of(plan, req, blocks * attention::kKvBlock, blocks * attention::kKvBlock);
-  }
-  return {main_blocks, f.begin_block, f.end_block, params.o_partial == nullptr ? -1 : f.slot};
+__device__ __forceinline__ const bf16_t* query_pointer(const SparseDecodeParams& params, int req, int local_row) {
+  const QueryRow row = query_row<Config>(params, local_row);
+  const bf16_t* q = reinterpret_cast<const bf16_t*>(params.q) + req * params.q_stride_batch;
+  return row.exists ? q + row.token * params.q_stride_token + row.head * params.q_stride_head : q;
 }
 
 // ---- dequantize -------------------------------------------------------------------------------------------------
-// Loads are unconditional, for a value that is loaded or else something is loaded elsewhere and moved, which waits for it:
-// what does not exist is read here.
-__device__ const int32_t kNoIndex[1] = {-1};
-__device__ const uint4 kNoToken[41] = {};  // 656 zero bytes: codes, scales and RoPE of a token that becomes zeros
-
-// What names a token: its index (sparse) or page (paged), negative if there is none. It is loaded a block before it is
-// looked at, so that nothing waits for it.
-struct TokenName {
-  int32_t index;
-  int32_t detail;   // sparse: 1 for the extra list; paged: the place in the page, negative if there is no token
-  int32_t request;  // paged: the page of a contiguous cache
-};
-
-// Walks over the blocks of this CTA, in order, across requests, with one token of each block for every lane.
-template <class Config>
-struct TokenCursor {
-  const SparseDecodeParams& params;
-  const PartPlan& plan;
-  const int in_block;  // this lane's token
-  int req, block, end_block;
-  int main_blocks;       // sparse: the blocks before the extra list
-  const int32_t* entry;  // sparse: this lane's entry of the list
-  int left;              // sparse: entries of the list from that one on; paged: tokens of the request
-
-  __device__ __forceinline__ TokenCursor(const SparseDecodeParams& params, const PartPlan& plan, int in_block)
-      : params(params), plan(plan), in_block(in_block), req(plan.begin_req - 1) {
-    next_request();
-  }
-  __device__ __forceinline__ bool at_end() const { return req > plan.end_req; }
-  __device__ __forceinline__ bool in_extra() const { return !Config::kPaged && block >= main_blocks; }
-  __device__ __forceinline__ void next() {
-    block++;
-    if (block >= end_block) {
-      next_request();
-    } else if (!Config::kPaged) {
-      entry += attention::kKvBlock;
-      left -= attention::kKvBlock;
-      if (block == main_blocks) enter_list();
-    }
-  }
-  __device__ __forceinline__ void next_request() {
-    while (++req <= plan.end_req) {
-      const Fragment fragment = load_fragment<Config>(params, plan, req);
-      block = fragment.begin_block;
-      end_block = fragment.end_block;
-      main_blocks = fragment.main_blocks;
-      if (block < end_block) break;
-    }
-    if (at_end()) return;
-    if constexpr (Config::kPaged)
-      left = load_seqlen(params, req);
-    else
-      enter_list();
-  }
-  __device__ __forceinline__ void enter_list() {
-    const SparseKeys& keys = in_extra() ? params.extra : params.main;
-    const int first = (block - (in_extra() ? main_blocks : 0)) * attention::kKvBlock + in_block;
-    entry = keys.indices + req * keys.indices_stride_batch + blockIdx.y * keys.indices_stride_token + first;
-    left = list_length(keys, req) - first;
-  }
-  __device__ __forceinline__ TokenName load_name() const {
-    const int32_t* at = kNoIndex;
-    if constexpr (Config::kPaged) {
-      const int position = block * attention::kKvBlock + in_block;
-      const int page = divide_by_magic(position, params.main.page_size_magic, params.main.page_size_shift);
-      const bool exists = !at_end() && position < left;
-      if (exists && params.block_table != nullptr) at = params.block_table + req * params.block_table_stride + page;
-      return {ptx::ld_global_nc(at), exists ? position - page * params.main.page_size : -1, req};
-    } else {
-      if (!at_end() && left > 0) at = entry;
-      return {ptx::ld_global_nc(at), in_extra(), 0};
-    }
-  }
-};
-
-// Where a token's codes and scales lie; in kNoToken if it does not exist.
-struct TokenAddress {
-  const uint8_t* row;
-  const uint8_t* scales;
-  __device__ __forceinline__ bool exists() const { return row != reinterpret_cast<const uint8_t*>(kNoToken); }
-};
-template <class Config>
-__device__ __forceinline__ TokenAddress locate(const SparseKeys& keys, int page, int place) {
+// A warp's share of every block: kTokens tokens, those of region 0 by warpgroup 3, of region 1 by the output warpgroups.
+// Registers are scarce: what depends on the thread is derived again at each use.
+template <class Config, int region>
+struct Share {
   using Format = typename Config::Format;
-  const uint8_t* none = reinterpret_cast<const uint8_t*>(kNoToken);
-  if (page < 0 || page >= keys.num_pages || place < 0) return {none, none};
-  const uint8_t* start = keys.cache + page * keys.page_stride;
-  return {start + Format::row_offset(place), start + Format::scale_offset(place, keys.page_size)};
-}
-template <class Config>
-__device__ __forceinline__ TokenAddress locate(const SparseKeys& keys, int index) {
-  const int page = divide_by_magic(max(index, 0), keys.page_size_magic, keys.page_size_shift);
-  return locate<Config>(keys, index < 0 ? -1 : page, index - page * keys.page_size);
-}
-template <class Config>
-__device__ __forceinline__ TokenAddress locate(const SparseDecodeParams& params, const TokenName& name) {
-  if constexpr (Config::kPaged)
-    return locate<Config>(params.main, params.block_table == nullptr ? name.request : name.index, name.detail);
-  if (name.detail) return locate<Config>(params.extra, name.index);
-  return locate<Config>(params.main, name.index);
-}
+  static constexpr int kTokens = Config::kTokensOfAWarp;
+  typename Config::Storage& smem;
 
-// What lane `lane` holds.
-template <class Format>
-__device__ __forceinline__ TokenAddress shuffle(const TokenAddress& at, int lane) {
-  const auto from = [&](const uint8_t* p) {
-    return reinterpret_cast<const uint8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(p), lane));
-  };
-  return {from(at.row), Format::kScalesInRow ? nullptr : from(at.scales)};
-}
-
-// Four codes to four bf16 values: exact product with the float32 scale, rounded to float32 and then to bf16.
-__device__ __forceinline__ uint2 dequantize4(uint32_t codes, float scale) {
-  float x[4];
-  tile::decode_e4m3x4(codes, x);
-  return make_uint2(ptx::cvt_rn_bf16x2(x[0] * scale, x[1] * scale), ptx::cvt_rn_bf16x2(x[2] * scale, x[3] * scale));
-}
-
-// A lane's share of half a token (dims 0-255, or the others) as it lies in the cache. Eight lanes share a token: lane j of
-// them has chunks 16 half + j and 16 half + 8 + j of 16 codes, and with half 1 also 16 bytes of RoPE.
-template <class Format>
-struct RawHalf {
-  static constexpr int kChunks = Format::kNope / 16;
-  static constexpr int kChunksPerScale = Format::kTile / 16;
-  uint4 codes[2];
-  uint4 rope;
-  uint2 scales;  // of this half: two float32, or four bytes in x
-
-  __device__ __forceinline__ void load(const TokenAddress& at, int half) {
-    const int j = tile::lane_id() % 8;
-#pragma unroll
-    for (int g = 0; g < 2; g++)  // past the last chunk this reads RoPE, which is not stored
-      codes[g] = ptx::ld_global_nc_v4(at.row + 16 * (16 * half + 8 * g + j));
-    if (half == 1) rope = ptx::ld_global_nc_v4(at.row + Format::kRopeOffset + 16 * j);
-    const uint8_t* scales_at = (Format::kScalesInRow ? at.row + Format::kNope : at.scales) + (Format::kUe8m0 ? 4 : 8) * half;
-    if constexpr (Format::kUe8m0)
-      scales.x = ptx::ld_global_nc(reinterpret_cast<const int32_t*>(scales_at));
-    else
-      scales = ptx::ld_global_nc_v2(scales_at);
+  static __device__ __forceinline__ int warp() { return ptx::tid_x() / 32 % 4; }
+  static __device__ __forceinline__ uint32_t rank() { return Config::kCrossover ? ptx::cluster_ctarank() : 0; }
+  // The first token of the share of `region_`, in its block.
+  static __device__ __forceinline__ int first_token(int region_ = region) {
+    return kTokens * (8 * rank() + 4 * region_ + warp());
   }
-  static_assert(16 * 32 <= Format::kRowBytes, "all chunks of both halves lie in the row");
-
-  // Of this lane's chunk g.
-  __device__ __forceinline__ float scale(int g) const {
-    if constexpr (Format::kUe8m0) {
-      static_assert(kChunksPerScale == 4, "four scales a half");
-      return kv_format::ue8m0_value((uint8_t)(scales.x >> (16 * g + 8 * (tile::lane_id() % 8 / 4))));
+  __device__ __forceinline__ uint32_t slots(int half) const {
+    using Stage = Staging<Format>;
+    const int first = kTokens * (4 * region + warp());
+    const int offset = half == 0 ? Stage::kBytes0 * first : Stage::kBytes0 * 8 * kTokens + Stage::kBytes1 * first;
+    return smem_addr(smem.staged) + offset;
+  }
+  // Starts the copies: at(i) tells where token i of the share lies.
+  template <class At>
+  __device__ __forceinline__ void copy(int half, At at) const {
+#pragma unroll
+    for (int first = 0; first < kTokens; first += 4) {
+      const int i = first + ptx::tid_x() % 32 / 8;
+      copy_token<Format>(at(i), slots(half) + (half == 0 ? Staging<Format>::kBytes0 : Staging<Format>::kBytes1) * i, half);
+    }
+    ptx::cp_async_commit_group();
+  }
+  // Converts what has been copied into a stage that is free, and says so. `counts`: this warp tells of the other CTA's bytes.
+  __device__ __forceinline__ void convert(int half, const tile::RingPosition<Config::kStages>& ring, bool counts) const {
+    const uint32_t full = smem_addr(&smem.k_full[ring.stage][half]);
+    uint32_t to_other = 0;
+    if constexpr (Config::kCrossover) to_other = ptx::mapa(full, rank() ^ 1) - full;
+    convert_tokens<Format, kTokens>(slots(half), smem_addr(smem.k[ring.stage]), first_token(), half,
+                                    [&](uint32_t addr, uint4 v) {
+                                      ptx::st_shared_v4(addr, v);
+                                      if constexpr (Config::kCrossover) ptx::st_async_v4(addr + to_other, v, full + to_other);
+                                    });
+    ptx::fence_proxy_async();
+    if (Config::kCrossover && counts) {
+      __syncwarp();
+      const int dims = half == 0 ? 256 : Format::kQk - 256;
+      if (tile::lane_id() == 0) ptx::mbarrier_arrive_expect_tx(full, Config::kBlock / 2 * dims * 2);
     } else {
-      static_assert(kChunksPerScale == 8, "two scales a half");
-      return __int_as_float(g == 0 ? scales.x : scales.y);
+      arrive_once_per_warp(full);
     }
-  }
-
-  // The token's row of this half's tiles: put(address, 16 bytes). A token that does not exist is zeros, for 0 x anything
-  // must stay 0.
-  template <class Put>
-  __device__ __forceinline__ void store(uint32_t tiles, int token, int half, Put put) const {
-    const int j = tile::lane_id() % 8;
-#pragma unroll
-    for (int g = 0; g < 2; g++) {
-      const int chunk = 16 * half + 8 * g + j;
-      if (16 * half + 8 * g + 8 > kChunks && chunk >= kChunks) continue;
-      const float x = scale(g);
-      const uint2 a = dequantize4(codes[g].x, x), b = dequantize4(codes[g].y, x);
-      const uint2 c = dequantize4(codes[g].z, x), d = dequantize4(codes[g].w, x);
-      const uint4 first = make_uint4(a.x, a.y, b.x, b.y), second = make_uint4(c.x, c.y, d.x, d.y);
-      // 16 values are two 16-byte chunks of a tile row. Lanes 4-7 write another tile than lanes 0-3: they begin with the
-      // second chunk, so that the eight lanes meet eight different groups of banks.
-      const uint32_t tile_addr = tiles + tile::kTileBytes * (chunk / 4);
-      const int even = chunk % 4 * 2, swap = j / 4;
-      put(tile_addr + tile::swizzle_128b(token, even + swap), swap ? second : first);
-      put(tile_addr + tile::swizzle_128b(token, even + 1 - swap), swap ? first : second);
-    }
-    if (half == 1)
-      put(tiles + tile::kTileBytes * (Format::kNope / 64) + tile::swizzle_128b(token, j), rope);
   }
 };
 
-// The blocks of this CTA in order, half 1 of all tokens before half 0: as the stage is left. What is converted was loaded
-// kAhead steps before, and its index a block before that.
+// Brings the rows of Q of a request to the L2.
+template <class Config>
+__device__ __forceinline__ void prefetch_query(const SparseDecodeParams& params, int req) {
+  const int thread = threadIdx.x % 128;  // half a row each
+  const bf16_t* q = query_pointer<Config>(params, req, thread / 2) + Config::Format::kQk / 2 * (thread % 2);
+#pragma unroll
+  for (int dim = 0; dim < Config::Format::kQk / 2; dim += 64) ptx::prefetch_l2(q + dim);
+}
+
+// Warpgroup 3. What is converted was copied a block before, and named two blocks before.
 template <class Config>
 __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, const PartPlan& plan,
                                            typename Config::Storage& smem) {
   using Format = typename Config::Format;
-  constexpr int kTokens = Config::kTokensOfACta, kTokensOfAWarp = kTokens / 4;
-  constexpr int kRounds = kTokensOfAWarp / 4;  // four tokens at a time, one for each group of eight lanes
-  constexpr int kAhead = 4, kSteps = 2 * kRounds;
-  static_assert(kSteps % kAhead == 0, "the place of a step in `raw` is a constant");
-  // The fence waits for loads on their way as well. Where the next ones are not needed soon, they are asked for after it.
-  constexpr bool kLoadAfterFence = kSteps == kAhead;
+  const Share<Config, 0> share{smem};
+  constexpr int kTokens = share.kTokens;
   const int lane = tile::lane_id(), warp = tile::warp_in_group();
-  const uint32_t rank = Config::kCrossover ? ptx::cluster_ctarank() : 0;
-  const uint32_t to_other = Config::kCrossover ? ptx::mapa(smem_addr(&smem), rank ^ 1) - smem_addr(&smem) : 0;
-  const int first_token = kTokens * rank + kTokensOfAWarp * warp;
-  // Lanes 0-15: the tokens that this warp dequantizes. Lanes 16-31: those whose validity bits it writes (the same ones
-  // without the crossover), for both CTAs need the bits of all 64.
-  TokenCursor<Config> cursor(params, plan, lane < 16 ? first_token + lane % kTokensOfAWarp : 16 * warp + lane % 16);
+  // Lanes 0-15: the tokens of this warp's share and, behind them, those of the same warp of the output warpgroups. Lanes
+  // 16-31: those whose validity bits it writes, for both CTAs need the bits of all 64.
+  const int region = lane / kTokens % 2;
+  TokenCursor<Config> cursor(params, plan,
+                             lane < 16 ? share.first_token(region) + lane % kTokens : 16 * warp + lane % 16);
   int named = 0;  // blocks named but not converted yet
+  int prefetched = -1;
   const auto next_name = [&] {
     const TokenName name = cursor.load_name();
     if (!cursor.at_end()) {
+      if (cursor.req != prefetched) prefetch_query<Config>(params, prefetched = cursor.req);
       named++;
       cursor.next();
     }
     return name;
   };
-  // All three on their way before the first is waited for.
-  const TokenName first_name = next_name(), second_name = next_name();
+  tile::RingPosition<1> names;
+  const auto publish = [&](const TokenAddress& at, bool exists) {
+    tile::wait(smem_addr(&smem.names_empty), names.phase ^ 1);
+    if (region == 1 && lane < 2 * kTokens) {
+      smem.row[kTokens * warp + lane % kTokens] = at.row;
+      if (!Format::kScalesInRow) smem.to_scales[kTokens * warp + lane % kTokens] = at.to_scales;
+    }
+    if (warp == 0 && lane == 0) smem.exists = exists;
+    arrive_once_per_warp(smem_addr(&smem.names_full));
+    names.advance();
+  };
   TokenName name = next_name();
-  TokenAddress here = locate<Config>(params, first_name), next = here;
-  RawHalf<Format> raw[kAhead];
-  const auto load = [&](const TokenAddress& at, int step) {
-    raw[step % kAhead].load(shuffle<Format>(at, 4 * (step % kRounds) + lane / 8), 1 - step / kRounds);
-  };
-  const auto load_ahead = [&](int step) {
-    load(step + kAhead < kSteps ? here : next, (step + kAhead) % kSteps);
-  };
-#pragma unroll
-  for (int step = 0; step < kAhead; step++) load(here, step);
-  next = locate<Config>(params, second_name);
+  TokenAddress at = locate<Config>(params, name);
+  name = next_name();
+  publish(at, named > 0);
+  const auto own = [&](int i) { return shuffle<Format>(at, i); };
+#pragma unroll 1
+  for (int half = 0; half < 2; half++) share.copy(half, own);
 
   tile::RingPosition<Config::kStages> ring;
   for (; named > 0; named--) {
-    const uint32_t valid = __ballot_sync(kFullWarp, here.exists()) >> 16;
-#pragma unroll
-    for (int half = 1; half >= 0; half--) {
-      const uint32_t full = smem_addr(&smem.k_full[ring.stage][half]);
+    const uint32_t valid = __ballot_sync(kFullWarp, at.row != nullptr) >> 16;
+    at = locate<Config>(params, name);
+    name = next_name();
+    publish(at, named > 1);
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+      ptx::cp_async_wait_group<1>();
+      __syncwarp();
       tile::wait(smem_addr(&smem.k_empty[ring.stage][half]), ring.phase ^ 1);
       if (half == 1 && lane == 0) smem.valid[ring.stage][warp] = valid;
-#pragma unroll
-      for (int round = 0; round < kRounds; round++) {
-        const int step = (1 - half) * kRounds + round;
-        raw[step % kAhead].store(smem_addr(smem.k[ring.stage]), first_token + 4 * round + lane / 8, half,
-                                 [&](uint32_t addr, uint4 v) {
-                                   ptx::st_shared_v4(addr, v);
-                                   if constexpr (Config::kCrossover)
-                                     ptx::st_async_v4(addr + to_other, v, full + to_other);
-                                 });
-        if (!kLoadAfterFence) load_ahead(step);
-      }
-      ptx::fence_proxy_async();
-      if (Config::kCrossover && warp == 0) {
-        __syncwarp();
-        const int dims = half == 0 ? 256 : Format::kQk - 256;
-        if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, (Config::kBlock - kTokens) * dims * 2);
-      } else {
-        arrive_once_per_warp(full);
-      }
-#pragma unroll
-      for (int round = 0; kLoadAfterFence && round < kRounds; round++) load_ahead((1 - half) * kRounds + round);
+      share.convert(half, ring, warp == 0);
+      share.copy(half, own);
     }
-    here = next;
-    next = locate<Config>(params, name);
-    name = next_name();
     ring.advance();
   }
+  ptx::cp_async_wait_all();
 }
+
+// An output warp's shares of the blocks, in order.
+template <class Config>
+struct Dequantizer {
+  using Format = typename Config::Format;
+  const Share<Config, 1> share;
+  const int half;
+  bool more;  // a share has been copied that is not converted yet
+
+  // Starts the copy of the share of the next block, if there is one. parity: of its number.
+  __device__ __forceinline__ void copy(uint32_t parity) {
+    auto& smem = share.smem;
+    tile::wait(smem_addr(&smem.names_full), parity);
+    more = smem.exists;
+    if (more)
+      share.copy(half, [&](int i) {
+        const int token = share.kTokens * share.warp() + i;
+        return TokenAddress{smem.row[token], Format::kScalesInRow ? 0 : smem.to_scales[token]};
+      });
+    arrive_once_per_warp(smem_addr(&smem.names_empty));
+  }
+  // Converts what has been copied, for the block at `ring`, and copies the next.
+  __device__ __forceinline__ void next(const tile::RingPosition<Config::kStages>& ring, uint32_t next_parity) {
+    if (!more) return;
+    ptx::cp_async_wait_all();
+    __syncwarp();
+    tile::wait(smem_addr(&share.smem.k_empty[ring.stage][half]), ring.phase ^ 1);
+    share.convert(half, ring, false);
+    copy(next_parity);
+  }
+};
 
 // Waits for half a block; what the other CTA sent must also be made visible to wgmma.
 template <class Config>
@@ -373,42 +236,76 @@ __device__ __forceinline__ void wait_for_half(typename Config::Storage& smem,
 }
 
 // ---- scores -----------------------------------------------------------------------------------------------------
+// Q of one request: the first kQRegTiles tiles as wgmma A fragments, the rest to shared memory, dims ordered as those of K
+// (see dequantize.cuh): 16 bytes of a row are a lane's columns of two steps. Rows past the last are zero.
 template <class Config>
-__device__ __forceinline__ void load_query(const SparseDecodeParams& params, int req, typename Config::Storage& smem) {
+__device__ __forceinline__ void load_query(const SparseDecodeParams& params, int req, typename Config::Storage& smem,
+                                           uint32_t (&q)[4 * Config::kQRegTiles][4]) {
+  constexpr int kRegGroups = 2 * Config::kQRegTiles, kSmemGroups = 2 * Config::kTiles - kRegGroups;  // of 32 dims
   ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
-  const int column = threadIdx.x % 8;
+#pragma unroll 1
+  for (int r = 0; r < 2; r++) {
+    const int row = tile::fragment_row_again() + 8 * r;
+    const int c = ptx::tid_x() & 3;
+    const bf16_t* src = query_pointer<Config>(params, req, row) + 8 * c;
+    const uint32_t keep = query_row<Config>(params, row).exists ? ~0u : 0u;
+    uint4 rest[kSmemGroups];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int row = threadIdx.x % 128 / 8 + 16 * i;
-    const QueryRow at = query_row<Config>(params, row);
-    const bf16_t* src = reinterpret_cast<const bf16_t*>(params.q);
-    if (at.exists)
-      src += req * params.q_stride_batch + at.token * params.q_stride_token + at.head * params.q_stride_head + 8 * column;
+    for (int i = 0; i < kSmemGroups; i++) rest[i] = ptx::ld_global_nc_v4(src + 32 * (kRegGroups + i));
 #pragma unroll
-    for (int t = 0; t < Config::kTiles; t++)
-      ptx::cp_async_16(smem_addr(smem.q[t]) + tile::swizzle_128b(row, column), src + 64 * t, at.exists ? 16 : 0);
+    for (int i = 0; i < kSmemGroups; i++) {
+      const uint32_t dst = smem_addr(smem.q[i / 2]) + 4 * c + tile::swizzle_128b(row, i % 2 * 4);
+      ptx::st_shared(dst, rest[i].x & keep);
+      ptx::st_shared(dst ^ 16, rest[i].y & keep);
+      ptx::st_shared(dst ^ 32, rest[i].z & keep);
+      ptx::st_shared(dst ^ 48, rest[i].w & keep);
+    }
   }
-  ptx::cp_async_wait_all();
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const bf16_t* src = query_pointer<Config>(params, req, tile::fragment_row_again() + 8 * r) + 8 * (ptx::tid_x() & 3);
+#pragma unroll
+    for (int i = 0; i < kRegGroups; i++) {
+      const uint4 v = ptx::ld_global_nc_v4(src + 32 * i);
+      q[2 * i][r] = v.x;
+      q[2 * i][2 + r] = v.y;
+      q[2 * i + 1][r] = v.z;
+      q[2 * i + 1][2 + r] = v.w;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const uint32_t keep = query_row<Config>(params, tile::fragment_row_again() + 8 * r).exists ? ~0u : 0u;
+#pragma unroll
+    for (int i = 0; i < 2 * kRegGroups; i++) {
+      q[i][r] &= keep;
+      q[i][2 + r] &= keep;
+    }
+  }
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
 }
 
-// S = Q K^T for one block, half 1 of the dims first; one commit group.
+// S = Q K^T for one block. Two commit groups: all tiles but the last, and the last.
 template <class Config>
-__device__ __forceinline__ void issue_scores(float (&s)[32], typename Config::Storage& smem,
+__device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)[4 * Config::kQRegTiles][4],
+                                             typename Config::Storage& smem,
                                              const tile::RingPosition<Config::kStages>& ring) {
+  const uint64_t q_desc = tile::k_major_desc(smem_addr(smem.q));
+  const uint64_t k_desc = tile::k_major_desc(smem_addr(smem.k[ring.stage]));
 #pragma unroll
-  for (int i = 0; i < Config::kTiles; i++) {
-    const int t = (i + 4) % Config::kTiles;
-    if (t == 4 || t == 0) {
-      wait_for_half<Config>(smem, ring, t / 4);
+  for (int step = 0; step < 4 * Config::kTiles; step++) {
+    if (step % 16 == 0 && step < 32) {
+      wait_for_half<Config>(smem, ring, step / 16);
       ptx::wgmma_fence();
     }
-    const uint64_t a = tile::k_major_desc(smem_addr(smem.q[t])), b = tile::k_major_desc(smem_addr(smem.k[ring.stage][t]));
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-      ptx::wgmma_m64n64k16_ss<bf16_t>(s, tile::advance(a, k * tile::kKMajorStepBytes),
-                                      tile::advance(b, k * tile::kKMajorStepBytes), i + k > 0);
+    if (step == 4 * Config::kTiles - 4) ptx::wgmma_commit_group();
+    const int offset = step / 4 * tile::kTileBytes + step % 4 * tile::kKMajorStepBytes;
+    const uint64_t b = tile::advance(k_desc, offset);
+    if (step < 4 * Config::kQRegTiles)
+      ptx::wgmma_m64n64k16_rs<bf16_t>(s, q[step < 4 * Config::kQRegTiles ? step : 0], b, step > 0);
+    else
+      ptx::wgmma_m64n64k16_ss<bf16_t>(s, tile::advance(q_desc, offset - Config::kQRegTiles * tile::kTileBytes), b, 1);
   }
   ptx::wgmma_commit_group();
 }
@@ -446,27 +343,77 @@ __device__ __forceinline__ void store_lse(const SparseDecodeParams& params, int 
 
 // Paged: tokens past what each row sees (those past the end have no validity bit).
 template <class Config>
-__device__ __forceinline__ void mask_unseen(const SparseDecodeParams& params, int req, int block, const QueryRow& row0,
-                                            const QueryRow& row1, float (&s)[32]) {
+__device__ __forceinline__ void mask_unseen(const SparseDecodeParams& params, int req, int block, float (&s)[32]) {
   const int seqlen = load_seqlen(params, req), first_col = block * Config::kBlock;
   if (first_col + Config::kBlock <= visible_tokens(params, seqlen, query_row<Config>(params, 0).token)) return;
-  attention::mask_columns(s, first_col, visible_tokens(params, seqlen, row0.token),
-                          visible_tokens(params, seqlen, row1.token));
+  const int row = tile::fragment_row_again();
+  attention::mask_columns(s, first_col, visible_tokens(params, seqlen, query_row<Config>(params, row).token),
+                          visible_tokens(params, seqlen, query_row<Config>(params, row + 8).token));
 }
 
-// Masks and exponentiates the scores of one block; gives the factors for what was accumulated before.
+// Registers are scarce here (Q takes 80 of 144): what the loop over blocks does not need every time is derived again.
 template <class Config>
-__device__ __forceinline__ void softmax(const SparseDecodeParams& params, int req, int block, const QueryRow& row0,
-                                        const QueryRow& row1, const uint16_t (&valid)[4], float (&s)[32],
-                                        attention::RowState& state0, attention::RowState& state1, float& rescale0,
-                                        float& rescale1) {
-  mask_invalid(s, valid);
-  if constexpr (Config::kPaged)
-    if (params.causal) mask_unseen<Config>(params, req, block, row0, row1, s);
-  float max0, max1;
-  attention::row_max(s, max0, max1);
-  attention::update_maxima(state0, state1, max0 * params.scale_log2, max1 * params.scale_log2, rescale0, rescale1);
-  attention::exponentiate(s, params.scale_log2, state0, state1);
+__device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
+                                               typename Config::Storage& smem) {
+  tile::RingPosition<Config::kStages> ring;
+  uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
+  for (int req = plan.begin_req; req <= plan.end_req; req++) {
+    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
+    const int row = tile::fragment_row_again();
+    attention::RowState state0{query_row<Config>(params, row).exists ? attention::kNothing : infinity(), 0.0f};
+    attention::RowState state1{query_row<Config>(params, row + 8).exists ? attention::kNothing : infinity(), 0.0f};
+    int block, end_block;
+    {
+      const Fragment fragment = load_fragment<Config>(params, plan, req);
+      block = fragment.begin_block;
+      end_block = fragment.end_block;
+    }
+    uint32_t q[4 * Config::kQRegTiles][4];
+    if (block < end_block) load_query<Config>(params, req, smem, q);
+    bool pending = false;  // half 1 has not been told of P of the block before
+    for (; block < end_block; block++) {
+      float s[32];
+      issue_scores<Config>(s, q, smem, ring);
+      ptx::wgmma_wait_group<1>();
+      if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
+      ptx::wgmma_wait_group<0>();
+      mask_invalid(s, smem.valid[ring.stage]);
+      if constexpr (Config::kPaged)
+        if (params.causal) mask_unseen<Config>(params, req, block, s);
+      ring.advance();
+      float max0, max1, rescale0, rescale1;
+      attention::row_max(s, max0, max1);
+      attention::update_maxima(state0, state1, max0 * params.scale_log2, max1 * params.scale_log2, rescale0, rescale1);
+      attention::exponentiate(s, params.scale_log2, state0, state1);
+
+      tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
+      parity ^= 1;
+      uint32_t p[4][4];
+      attention::pack_probabilities<bf16_t>(s, p);
+      attention::store_probabilities(p, smem_addr(smem.p), ptx::tid_x() % 128);
+      const bool last = block + 1 == end_block;
+      if (last) {
+        state0.sum = tile::quad_sum(state0.sum);
+        state1.sum = tile::quad_sum(state1.sum);
+      }
+      if ((threadIdx.x & 3) == 0) {
+        const int row = tile::fragment_row_again();
+        smem.rescale[row] = rescale0;
+        smem.rescale[row + 8] = rescale1;
+        if (last) {
+          const int slot = partial_slot(params, plan, req);
+          smem.inv_sum[row] = output_factor(params, state0, query_row<Config>(params, row), slot);
+          smem.inv_sum[row + 8] = output_factor(params, state1, query_row<Config>(params, row + 8), slot);
+        }
+      }
+      arrive_once_per_warp(smem_addr(&smem.p_full[0]));
+      pending = !last;
+      if (last) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
+    }
+    const int slot = partial_slot(params, plan, req), row_again = tile::fragment_row_again();
+    store_lse(params, slot, req, query_row<Config>(params, row_again), state0);
+    store_lse(params, slot, req, query_row<Config>(params, row_again + 8), state1);
+  }
 }
 
 // ---- output -----------------------------------------------------------------------------------------------------
@@ -480,103 +427,83 @@ __device__ __forceinline__ void leave_half(typename Config::Storage& smem,
     ptx::mbarrier_arrive_cluster(ptx::mapa(empty, ptx::cluster_ctarank() ^ 1));
 }
 
-template <class Config, int half, int kOffset>
-__device__ __forceinline__ void store_output_row(const SparseDecodeParams& params, int slot, int req, int local_row,
-                                                 const float (&o)[128], float inv_sum) {
+// O += P V for one block, left running in a commit group.
+__device__ __forceinline__ void start_product(float (&o)[128], uint32_t p_smem, uint32_t v_tiles) {
+  ptx::wgmma_fence();
+  const uint64_t p_desc = tile::k_major_desc(p_smem), v_desc = tile::mn_major_desc(v_tiles);
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const uint64_t p = tile::advance(p_desc, k * tile::kKMajorStepBytes);
+    const uint64_t v = tile::advance(v_desc, k * tile::kMnMajorStepBytes);
+    ptx::wgmma_m64n128k16_ss_mn_bf16<0>(o, p, v);
+    ptx::wgmma_m64n128k16_ss_mn_bf16<64>(o, p, tile::advance(v, 2 * tile::kTileBytes));
+  }
+  ptx::wgmma_commit_group();
+}
+
+// One row of a half, whose columns are ordered as V's dims: a lane holds 8 adjacent dims of every 32. row: null to skip it.
+// kOffset 0 | 2: the thread's first or second row.
+template <int kOffset>
+__device__ __forceinline__ void store_row(const float (&o)[128], float inv_sum, bf16_t* row) {
+  if (row == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    uint32_t v[4];
+#pragma unroll
+    for (int g = 0; g < 4; g++) {
+      const int k = 16 * i + 4 * g + kOffset;
+      v[g] = ptx::cvt_rn_bf16x2(attention::normalised(o[k], inv_sum), attention::normalised(o[k + 1], inv_sum));
+    }
+    reinterpret_cast<uint4*>(row + 32 * i)[tile::lane_id() & 3] = make_uint4(v[0], v[1], v[2], v[3]);
+  }
+}
+
+// float32: two neighbours trade, so that they write the two halves of a sector at once.
+template <int kOffset>
+__device__ __forceinline__ void store_row(const float (&o)[128], float inv_sum, float* row) {
+  const bool odd = tile::lane_id() & 1;
+  const int dim = (tile::lane_id() & 2) * 8 + (odd ? 4 : 0);  // of the even lane's sector; the odd lane's is 8 further
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = attention::normalised(o[16 * i + j / 2 * 4 + j % 2 + kOffset], inv_sum);
+    float other[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) other[j] = __shfl_xor_sync(kFullWarp, odd ? v[j] : v[4 + j], 1);
+    if (row == nullptr) continue;
+    float4* dst = reinterpret_cast<float4*>(row + 32 * i + dim);
+    dst[0] = odd ? make_float4(other[0], other[1], other[2], other[3]) : make_float4(v[0], v[1], v[2], v[3]);
+    dst[2] = odd ? make_float4(v[4], v[5], v[6], v[7]) : make_float4(other[0], other[1], other[2], other[3]);
+  }
+}
+
+template <class Config, int kOffset>
+__device__ __forceinline__ void store_output_row(const SparseDecodeParams& params, int half, int slot, int req,
+                                                 int local_row, const float (&o)[128], float inv_sum) {
   const QueryRow row = query_row<Config>(params, local_row);
   if (slot >= 0) {
     float* dst = params.o_partial +
                  (((int64_t)slot * params.s_q + row.token) * params.h_q + row.head) * Config::kHeadDimV + 256 * half;
-    attention::store_row_f32<kOffset>(o, inv_sum, row.exists ? dst : nullptr);
+    store_row<kOffset>(o, inv_sum, row.exists ? dst : nullptr);
   } else {
     bf16_t* dst = reinterpret_cast<bf16_t*>(params.out) + req * params.out_stride_batch +
                   row.token * params.out_stride_token + row.head * params.out_stride_head + 256 * half;
-    attention::store_row_16bit<bf16_t, kOffset>(o, inv_sum, row.exists ? dst : nullptr);
+    store_row<kOffset>(o, inv_sum, row.exists ? dst : nullptr);
   }
 }
 
-// Scores, and output half 0.
-template <class Config>
-__device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
-                                               typename Config::Storage& smem) {
-  const int row = tile::fragment_row();
-  const QueryRow row0 = query_row<Config>(params, row), row1 = query_row<Config>(params, row + 8);
-  tile::RingPosition<Config::kStages> ahead, ring;  // of the block whose scores are next, and of the one before
-  uint32_t parity = 0;                              // of the block count: p_full and p_empty complete once a block
-  float s[32], o[128];
-  for (int req = plan.begin_req; req <= plan.end_req; req++) {
-    const Fragment fragment = load_fragment<Config>(params, plan, req);
-    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
-    attention::RowState state0{row0.exists ? attention::kNothing : infinity(), 0.0f};
-    attention::RowState state1{row1.exists ? attention::kNothing : infinity(), 0.0f};
-    float rescale0, rescale1, inv_sum0 = 0.0f, inv_sum1 = 0.0f;
-    uint32_t p[4][4];
-    const auto take_probabilities = [&](int block) {
-      const bool last = block + 1 == fragment.end_block;
-      tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
-      parity ^= 1;
-      attention::pack_probabilities<bf16_t>(s, p);
-      attention::store_probabilities(p, smem_addr(smem.p));
-      if (last) {
-        state0.sum = tile::quad_sum(state0.sum);
-        state1.sum = tile::quad_sum(state1.sum);
-        inv_sum0 = output_factor(params, state0, row0, fragment.slot);
-        inv_sum1 = output_factor(params, state1, row1, fragment.slot);
-      }
-      if ((threadIdx.x & 3) == 0) {
-        smem.rescale[row] = rescale0;
-        smem.rescale[row + 8] = rescale1;
-        if (last) {
-          smem.inv_sum[row] = inv_sum0;
-          smem.inv_sum[row + 8] = inv_sum1;
-        }
-      }
-      arrive_once_per_warp(smem_addr(&smem.p_full));
-    };
-    const auto add_products = [&](bool first) {
-      attention::start_product<bf16_t>(o, p, smem_addr(smem.k[ring.stage][0]), first);
-    };
-    const auto leave_stage = [&] {
-      ptx::wgmma_wait_group<0>();
-      leave_half<Config>(smem, ring, 0);
-      ring.advance();
-    };
-    int block = fragment.begin_block;
-    if (block < fragment.end_block) {
-      load_query<Config>(params, req, smem);
-      issue_scores<Config>(s, smem, ahead);
-      ptx::wgmma_wait_group<0>();
-      softmax<Config>(params, req, block, row0, row1, smem.valid[ahead.stage], s, state0, state1, rescale0, rescale1);
-      ahead.advance();
-      take_probabilities(block);
-      for (; block + 1 < fragment.end_block; block++) {
-        issue_scores<Config>(s, smem, ahead);
-        add_products(block == fragment.begin_block);
-        ptx::wgmma_wait_group<1>();
-        softmax<Config>(params, req, block + 1, row0, row1, smem.valid[ahead.stage], s, state0, state1, rescale0,
-                        rescale1);
-        ahead.advance();
-        leave_stage();
-        take_probabilities(block + 1);
-        attention::rescale_output(rescale0, rescale1, o);
-      }
-      add_products(block == fragment.begin_block);
-      leave_stage();
-    }
-    store_lse(params, fragment.slot, req, row0, state0);
-    store_lse(params, fragment.slot, req, row1, state1);
-    store_output_row<Config, 0, 0>(params, fragment.slot, req, row, o, inv_sum0);
-    store_output_row<Config, 0, 2>(params, fragment.slot, req, row + 8, o, inv_sum1);
-  }
-}
-
-// Output half 1. What the loop over blocks does not need every time is derived again: registers are scarce.
 template <class Config>
 __device__ __forceinline__ void compute_output(const SparseDecodeParams& params, const PartPlan& plan,
-                                               typename Config::Storage& smem) {
+                                               typename Config::Storage& smem, int half) {
   tile::RingPosition<Config::kStages> ring;
   uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
   float o[128];
+  static_assert(Config::kStages == 2, "the block after the next takes the place of the one before");
+  Dequantizer<Config> dequantizer{{smem}, half};
+  dequantizer.copy(0);
+#pragma unroll 1
+  for (int block = 0; block < 2; block++) dequantizer.next({block, 0}, block ^ 1);
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     int block, end_block;
     {
@@ -585,20 +512,23 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
       end_block = fragment.end_block;
     }
     const bool empty = block == end_block;
-    for (bool first = true; block < end_block; block++, first = false) {
-      wait_for_half<Config>(smem, ring, 1);
-      tile::wait(smem_addr(&smem.p_full), parity);
+#pragma unroll
+    for (int i = 0; i < 128; i++) o[i] = 0.0f;
+    for (; block < end_block; block++) {
+      wait_for_half<Config>(smem, ring, half);
+      tile::wait(smem_addr(&smem.p_full[half]), parity);
       parity ^= 1;
-      if (!first) {
-        const int row = tile::fragment_row();
-        attention::rescale_output(smem.rescale[row], smem.rescale[row + 8], o);
-      }
-      attention::start_product<bf16_t>(o, smem_addr(smem.p), smem_addr(smem.k[ring.stage][4]), first);
+      const int row = tile::fragment_row_again();
+      attention::rescale_output(smem.rescale[row], smem.rescale[row + 8], o);
+      start_product(o, smem_addr(smem.p), smem_addr(smem.k[ring.stage][4 * half]));
       ptx::wgmma_wait_group<0>();
+      leave_half<Config>(smem, ring, half);
       // The last block's row factors are kept until inv_sum has been read.
       if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
-      leave_half<Config>(smem, ring, 1);
       ring.advance();
+      auto ahead = ring;
+      ahead.advance();
+      dequantizer.next(ahead, parity);
     }
     float inv_sum0 = 0.0f, inv_sum1 = 0.0f;
     if (!empty) {
@@ -606,10 +536,10 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
       inv_sum1 = smem.inv_sum[tile::fragment_row_again() + 8];
       arrive_once_per_warp(smem_addr(&smem.p_empty));
     }
-    const int slot = load_fragment<Config>(params, plan, req).slot;
+    const int slot = partial_slot(params, plan, req);
     const int row = tile::fragment_row_again();
-    store_output_row<Config, 1, 0>(params, slot, req, row, o, inv_sum0);
-    store_output_row<Config, 1, 2>(params, slot, req, row + 8, o, inv_sum1);
+    store_output_row<Config, 0>(params, half, slot, req, row, o, inv_sum0);
+    store_output_row<Config, 2>(params, half, slot, req, row + 8, o, inv_sum1);
   }
 }
 
@@ -618,12 +548,14 @@ template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   for (int stage = 0; stage < Config::kStages; stage++) {
     for (int half = 0; half < 2; half++) {
-      ptx::mbarrier_init(smem_addr(&smem.k_full[stage][half]), 4);
+      ptx::mbarrier_init(smem_addr(&smem.k_full[stage][half]), 8);
       ptx::mbarrier_init(smem_addr(&smem.k_empty[stage][half]), 4 * Config::kClusterX);
     }
   }
-  ptx::mbarrier_init(smem_addr(&smem.p_full), 4);
-  ptx::mbarrier_init(smem_addr(&smem.p_empty), 4);
+  ptx::mbarrier_init(smem_addr(&smem.names_full), 4);
+  ptx::mbarrier_init(smem_addr(&smem.names_empty), 8);
+  for (int half = 0; half < 2; half++) ptx::mbarrier_init(smem_addr(&smem.p_full[half]), 4);
+  ptx::mbarrier_init(smem_addr(&smem.p_empty), 8);
   ptx::fence_mbarrier_init();
 }
 
@@ -654,11 +586,14 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
   const PartPlan& plan = smem.plan;  // read where needed: registers are scarce in every role
   const int group = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   if (group == 0) {
-    ptx::setmaxnreg_inc<Config::kScoreRegisters>();
+    if constexpr (Config::kScoreRegisters > 128)
+      ptx::setmaxnreg_inc<Config::kScoreRegisters>();
+    else
+      ptx::setmaxnreg_dec<Config::kScoreRegisters>();
     compute_scores<Config>(params, plan, smem);
-  } else if (group == 1) {
-    ptx::setmaxnreg_dec<Config::kOutputRegisters>();
-    compute_output<Config>(params, plan, smem);
+  } else if (group < 3) {
+    ptx::setmaxnreg_inc<Config::kOutputRegisters>();
+    compute_output<Config>(params, plan, smem, group - 1);
   } else {
     ptx::setmaxnreg_dec<Config::kDequantRegisters>();
     dequantize<Config>(params, plan, smem);

@@ -35,13 +35,13 @@ def draw(path: Path) -> None:
         axes.add_patch(frame)
         axes.text(21.4, base + 3.35, f"CTA {rank} of the cluster: heads {64 * rank}-{64 * rank + 63}", ha="right",
                   fontsize=8.5)
-        box(axes, 5.6, base + 0.9, 3.3, 1.9, COLOURS[own], "warpgroup 2\ndequantize\ne4m3 × scale → bf16")
+        box(axes, 5.6, base + 0.9, 3.3, 1.9, COLOURS[own], "warpgroups 1-3\ndequantize\ne4m3 × scale → bf16")
         first, second = (own, other) if rank == 0 else (other, own)
         box(axes, 11.3, base + 1.85, 3.0, 1.15, COLOURS[first], "K rows 0-31 (bf16)")
         box(axes, 11.3, base + 0.45, 3.0, 1.15, COLOURS[second], "K rows 32-63 (bf16)")
         axes.text(12.8, base + 3.3, "stage s in shared memory", ha="center", fontsize=7.5)
-        box(axes, 16.6, base + 1.75, 4.6, 1.15, COLOURS["work"], "warpgroup 0: Q Kᵀ, softmax, P V[:, :256]")
-        box(axes, 16.6, base + 0.35, 4.6, 1.15, COLOURS["work"], "warpgroup 1: P V[:, 256:]")
+        box(axes, 16.6, base + 1.75, 4.6, 1.15, COLOURS["work"], "warpgroup 0: Q Kᵀ, softmax")
+        box(axes, 16.6, base + 0.35, 4.6, 1.15, COLOURS["work"], "warpgroups 1, 2: P V[:, :256], [:, 256:]")
         arrow(axes, (14.3, base + 1.7), (16.5, base + 2.3))
         arrow(axes, (14.3, base + 1.7), (16.5, base + 0.9), "k_full[s]")
 

@@ -94,14 +94,13 @@ _COMBINE = {
 _SCHED_META = {("", 0): KernelSpec("sched_meta", "sm80", (), (), "SchedMetaParams")}
 _QUANTIZE, _DEQUANTIZE = (
     {(dtype, layout.d_qk): KernelSpec("kv_quant", path, (f"kv_format::{layout.name.upper()}", _CPP_TYPES[dtype][0]),
-                                      (layout.name, _CPP_TYPES[dtype][1]), "KvQuantParams", experimental=True)
+                                      (layout.name, _CPP_TYPES[dtype][1]), "KvQuantParams")
      for layout in kv_format.FORMATS.values() for dtype in ("bfloat16", "float32")}
     for path in ("quantize_sm89", "dequantize_sm89"))
-_TOKEN_INDICES = {("", 0): KernelSpec("kv_quant", "token_indices_sm80", ("int32_t",), (), "TokenIndicesParams",
-                                      experimental=True)}
+_TOKEN_INDICES = {("", 0): KernelSpec("kv_quant", "token_indices_sm80", ("int32_t",), (), "TokenIndicesParams")}
 _SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE, _PAGED_CROSSOVER_DECODE = (
     {("bfloat16", layout.d_qk): KernelSpec("sparse_decode", "sm90", (f"kv_format::{layout.name.upper()}", *flags),
-                                           (layout.name, tag), "SparseDecodeParams", experimental=True)
+                                           (layout.name, tag), "SparseDecodeParams", experimental="crossover" in tag)
      for layout in kv_format.FORMATS.values()}
     for tag, *flags in (("indices", "false", "false"), ("crossover", "false", "true"),
                         ("paged", "true", "false"), ("paged_crossover", "true", "true")))

@@ -21,7 +21,7 @@ from flashmla_cupy.runtime import params as kernel_params
 
 from . import _checks, _device, _overlap, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem, SparseDecodeProblem
-from ._select import Problem
+from ._select import Problem, experimental_kernels
 from .sched_meta import KV_BLOCK_TOKENS
 
 _REQUIRED = ("q", "k_cache")
@@ -202,32 +202,31 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 
 
 # ---- plan and launch ----
-_crossover = True
+_crossover = False
 
 
 def variant(sparse: bool, head_blocks: int) -> str:
     """Of the kernel. head_blocks: CTAs along the heads, of 64 heads (dense: query rows) each.
 
-    Two head blocks of a query token read the same keys, and dense two blocks of rows: as a cluster, each of their CTAs
-    dequantizes half of them.
+    Every CTA dequantizes all of its tokens. The crossover, by which two head blocks of a query token (dense: two
+    blocks of rows) share that as a cluster, loses on every measured row (docs/performance.md): `with_crossover` alone
+    selects it.
     """
-    crossover = _crossover and head_blocks % 2 == 0
-    if sparse:
-        return "crossover" if crossover else "indices"
-    return "paged_crossover" if crossover else "paged"
+    if _crossover and head_blocks % 2 == 0:
+        return "crossover" if sparse else "paged_crossover"
+    return "indices" if sparse else "paged"
 
 
 @contextlib.contextmanager
-def without_crossover() -> Iterator[None]:
-    """Within, every CTA dequantizes all its tokens itself: to measure what the crossover is worth."""
+def with_crossover() -> Iterator[None]:
+    """Within, the CTAs of an even number of head blocks share the dequantizing: to measure what that is worth."""
     global _crossover
-    before, _crossover = _crossover, False
-    _plans.clear_plans()
+    before, _crossover = _crossover, True
     try:
-        yield
+        with experimental_kernels():
+            yield
     finally:
         _crossover = before
-        _plans.clear_plans()
 
 
 def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) -> tuple[int, bool]:

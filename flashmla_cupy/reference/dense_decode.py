@@ -26,6 +26,7 @@ def attend(
     softmax_scale: float | None = None,
     causal: bool = False,
     mode: Literal["exact", "rounded"] = "exact",
+    round_output: bool = True,
     xp: Any = None,
 ) -> tuple[Any, Any]:
     """Attention of ``q`` over the cached keys; the values are the first ``head_dim_v`` numbers of the keys.
@@ -41,6 +42,7 @@ def attend(
         mode: ``"rounded"`` rounds the weights ``exp(score - row maximum)`` to the type of q before they meet the
             values, and the output after: what the best kernel on 16-bit tensor cores could give. The sum of the
             weights is not rounded.
+        round_output: False leaves out the last of these, the rounding of the output.
         xp: ``numpy`` or ``cupy``; default by the type of ``q``.
 
     Returns:
@@ -80,7 +82,7 @@ def attend(
             o, o_lse = softmax_of_rows(
                 widen(queries).reshape(n, h_kv, rows, d_qk), widen(keys), head_dim_v, scale, seen, weight_dtype, xp
             )
-            if weight_dtype is not None:
+            if weight_dtype is not None and round_output:
                 o = round_to(o, weight_dtype, xp)
             o = o.reshape(n, h_kv, s_q, h_q // h_kv, head_dim_v).transpose(0, 2, 1, 3, 4)
             o_lse = o_lse.reshape(n, h_kv, s_q, h_q // h_kv).transpose(0, 1, 3, 2)

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from flashmla_cupy.reference._numerics import namespace_of, unit_roundoff
+from flashmla_cupy.reference._numerics import namespace_of, round_to, unit_roundoff
 
 OUT_FACTOR = 2.0
-# Part of one rounding of the largest output that is always allowed: where the reference happens to be exact, float32
-# accumulation in another order is no error.
+# Part of one rounding of the largest output by which float32 accumulation in another order may differ. It is always
+# allowed, where the reference happens to be exact. And the reference's own error is the worst that its output may have
+# when it is rounded from that much to either side: at the middle between two 16-bit numbers it is chance which of them
+# it becomes, and a more precise result may become the other.
 OUT_FLOOR_ROUNDINGS = 2.0**-6
 LSE_ABSOLUTE, LSE_RELATIVE = 5e-5, 2e-5
 
@@ -26,7 +28,7 @@ def out_error_ratio(
 
     Args:
         out: ``(batch, ...)`` what the kernel gave, widened to float64.
-        exact, rounded: the references, float64, same shape.
+        exact, rounded: the references, float64, same shape; the output of the second rounded to dtype, or not yet.
         dtype: element type of the kernel's output.
         per_request: measure every entry of the first axis by itself, so that large values in one request cannot hide
             errors in another.
@@ -40,9 +42,11 @@ def out_error_ratio(
     axes = tuple(range(1 if per_request else 0, exact.ndim))
     finite = xp.isfinite(exact)
     out_where, exact_where, rounded_where = (xp.where(finite, x, 0.0) for x in (out, exact, rounded))
-    error, own_error = abs(out_where - exact_where), abs(rounded_where - exact_where)
     floor = OUT_FLOOR_ROUNDINGS * unit_roundoff(dtype) * abs(exact_where).max(axis=axes)
     floor = xp.maximum(floor, np.finfo(np.float64).tiny)  # all zeros: 0 / tiny is 0
+    aside = floor.reshape(floor.shape + (1,) * (exact.ndim - floor.ndim))
+    error = abs(out_where - exact_where)
+    own_error = xp.maximum(*(abs(round_to(rounded_where + x, dtype, xp) - exact_where) for x in (-aside, aside)))
 
     ratio = error.max(axis=axes) / (OUT_FACTOR * own_error.max(axis=axes) + floor)
     rms_ratio = _rms(error, axes, xp) / (OUT_FACTOR * _rms(own_error, axes, xp) + floor)

@@ -37,6 +37,7 @@ def attend(
     extra_indices: Any | None = None,
     extra_topk_length: Any | None = None,
     mode: Literal["exact", "rounded"] = "exact",
+    round_output: bool = True,
     xp: Any = None,
 ) -> tuple[Any, Any]:
     """Attention of every query token over the cached tokens that its indices name.
@@ -55,6 +56,7 @@ def attend(
         mode: ``"rounded"`` rounds dequantized keys to float32 and then to bfloat16, the weights ``exp(score - row
             maximum)`` to the type of q before they meet the values, and the output: what the best kernel on 16-bit
             tensor cores could give.
+        round_output: False leaves out the last of these, the rounding of the output.
         xp: ``numpy`` or ``cupy``; default by the type of ``q``.
 
     Returns:
@@ -94,7 +96,7 @@ def attend(
     out, lse = out.reshape(batch, s_q, h_q, head_dim_v), lse.reshape(batch, s_q, h_q)
     if attn_sink is not None:
         out, _ = combine.merge(out[None], lse[None], attn_sink=xp.asarray(attn_sink), xp=xp)
-    if weight_dtype is not None:
+    if weight_dtype is not None and round_output:
         out = round_to(out, weight_dtype, xp)
     return out, lse.transpose(0, 2, 1)
 
@@ -109,6 +111,7 @@ def attend_paged(
     softmax_scale: float | None = None,
     causal: bool = False,
     mode: Literal["exact", "rounded"] = "exact",
+    round_output: bool = True,
     xp: Any = None,
 ) -> tuple[Any, Any]:
     """``dense_decode.attend`` over an FP8 cache of one-byte elements.
@@ -138,7 +141,7 @@ def attend_paged(
         keys = _keys(k_cache, slots[:, None], d_qk, mode, xp).swapaxes(1, 2)
         out[chunk], lse[chunk] = dense_decode.attend(
             q[chunk], keys, None, lengths[chunk], head_dim_v, softmax_scale=softmax_scale, causal=causal, mode=mode,
-            xp=xp,
+            round_output=round_output, xp=xp,
         )
     return out, lse
 

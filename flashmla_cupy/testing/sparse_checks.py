@@ -74,13 +74,13 @@ def expected(case: SparseCase, given: SparseInputs, machine: Machine) -> Referen
 
 
 def kernel_references(attend: Callable[..., tuple[Any, Any]], xp: Any) -> References:
-    """(exact, rounded) for `compare` of a kernel. attend(mode=, xp=): a reference over an FP8 cache.
+    """(exact, rounded) for `compare` of a kernel. attend(mode=, round_output=, xp=): a reference over an FP8 cache.
 
     A kernel on 16-bit tensor cores multiplies keys that were rounded to bfloat16. Its output is measured against the
     exact keys, with the rounding reference's own error as the budget; its lse against the lse of the rounded keys,
     which the budget of an lse (float32 accumulation) is meant for. The NumPy backend rounds no key.
     """
-    rounded = attend(mode="rounded", xp=xp)
+    rounded = attend(mode="rounded", round_output=False, xp=xp)
     return (attend(mode="exact", xp=xp)[0], rounded[1]), rounded
 
 

@@ -229,7 +229,8 @@ def test_what_has_no_gpu_kernel_is_refused_with_a_way_out(gpu):
 @pytest.mark.parametrize("h_q, keys, blocks", [(64, "indices", 1), (65, "crossover", 2), (128, "crossover", 2),
                                                (130, "indices", 3), (256, "crossover", 4)])
 def test_two_head_blocks_share_keys(gpu, h_q, keys, blocks):
-    flash_mla_with_kvcache(**sparse(gpu, s_q=3, h_q=h_q))
+    with sparse_decode_op.with_crossover():
+        flash_mla_with_kvcache(**sparse(gpu, s_q=3, h_q=h_q))
     decode = gpu.take()[1]
     assert decode.name == f"sparse_decode.sm90.v32.{keys}" and decode.grid[:2] == (blocks, 3)
 
@@ -238,19 +239,20 @@ def test_two_head_blocks_share_keys(gpu, h_q, keys, blocks):
                                            (3, 64, "paged"), (1, 65, "paged_crossover"), (1, 16, "paged")])
 def test_two_row_blocks_share_keys(gpu, s_q, h_q, tag):
     q = gpu.array((2, s_q, h_q, 576))
-    flash_mla_with_kvcache(**{**dense_fp8(gpu), "q": q})
+    with sparse_decode_op.with_crossover():
+        flash_mla_with_kvcache(**{**dense_fp8(gpu), "q": q})
     (decode,) = (launch for launch in gpu.take() if launch.name.startswith("sparse_decode"))
     assert decode.name.rpartition(".")[2] == tag
 
 
-def test_the_crossover_can_be_left_out(gpu):
+def test_the_crossover_can_be_asked_for(gpu):
     arguments = sparse(gpu, h_q=128)
     flash_mla_with_kvcache(**arguments)
-    with sparse_decode_op.without_crossover():
+    with sparse_decode_op.with_crossover():
         flash_mla_with_kvcache(**arguments)
     flash_mla_with_kvcache(**arguments)
     names = [launch.name for launch in gpu.take() if launch.name.startswith("sparse_decode")]
-    assert [name.rpartition(".")[2] for name in names] == ["crossover", "indices", "crossover"]
+    assert [name.rpartition(".")[2] for name in names] == ["indices", "crossover", "indices"]
 
 
 @pytest.mark.parametrize("contiguous", [False, True])

@@ -229,7 +229,7 @@ def test_cache_commands(fresh_runtime, monkeypatch, tmp_path):
     monkeypatch.setattr(runtime_compile, "compile_cubin", lambda spec, **_: _raise(spec))
     output = invoke("cache", "warmup", "combine", "--experimental", code=1)
     assert "no compiler" in output and "failed" in output
-    assert "experimental, add --experimental" in invoke("cache", "warmup", "kv_quant", code=1)
+    assert "experimental, add --experimental" in invoke("cache", "warmup", "crossover", code=1)
     monkeypatch.setattr(store, "info", lambda: store.CacheInfo(tmp_path, 0, 0, writable=False))
     assert "cannot be written" in invoke("cache", "warmup", "combine", code=1)
 

@@ -151,6 +151,9 @@ def test_token_indices_refuses(arguments, error, message):
 def test_experimental_kernels_are_refused_with_a_reason(gpu, monkeypatch):  # noqa: F811
     with monkeypatch.context() as patch:  # undone before the fixture's own context
         patch.setattr(_select, "_experimental_allowed", False)
+        for table in (_select._QUANTIZE, _select._DEQUANTIZE, _select._TOKEN_INDICES):
+            for key, spec in table.items():
+                patch.setitem(table, key, replace(spec, experimental=True))
         for call in (lambda: flashmla_cupy.quantize_kv_cache(gpu.array((2, 4, 1, 576))),
                      lambda: flashmla_cupy.dequantize_kv_cache(gpu.array((2, 4, 1, 656), np.uint8)),
                      lambda: flashmla_cupy.token_indices(gpu.array((2, 4), np.int32), gpu.array((2, 4), np.int32), 64)):

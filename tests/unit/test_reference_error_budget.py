@@ -69,3 +69,16 @@ def test_lse_tolerance_is_absolute_plus_relative():
     limit = np.array([5e-5, 5e-5 + 2e-3, 0.0])
     assert (lse_error_ratio(exact + 0.99 * limit, exact) <= 1).all()
     assert (lse_error_ratio(exact + 1.01 * limit, exact)[:2] > 1).all()
+
+
+def test_at_a_tie_either_neighbour_is_the_reference_s():
+    """1 + 2^-8 lies in the middle between two bfloat16 numbers: what lies at it may be rounded up or down."""
+    exact = np.full((1, 8), 1.0)
+    exact[0, 0] = 1 + 2.0**-8 - 2.0**-9  # the lower neighbour, 1, is much nearer
+    tie = exact.copy()
+    tie[0, 0] = 1 + 2.0**-8 - 2.0**-20
+    up, down, far = exact.copy(), exact.copy(), exact.copy()
+    up[0, 0], down[0, 0], far[0, 0] = 1 + 2.0**-7, 1.0, 1 + 2.0**-6
+    assert out_error_ratio(up, exact, tie, BF16) <= 0.5 and out_error_ratio(down, exact, tie, BF16) <= 0.5
+    assert out_error_ratio(far, exact, tie, BF16) > 1
+    assert out_error_ratio(up, exact, round_to(tie, BF16), BF16) > 1  # rounded before, there is no tie

@@ -18,6 +18,7 @@ import simulator  # noqa: E402
 from flashmla_cupy import flash_mla_with_kvcache, get_mla_metadata, merge_states  # noqa: E402
 from flashmla_cupy.kv_format import D512, V32  # noqa: E402
 from flashmla_cupy.ops import _device, _plans, _select, combine, sched_meta  # noqa: E402
+from flashmla_cupy.ops import sparse_decode as sparse_decode_op  # noqa: E402
 from flashmla_cupy.reference import combine as reference_combine  # noqa: E402
 from flashmla_cupy.reference import dense_decode as reference_dense  # noqa: E402
 from flashmla_cupy.reference import kv_quant, sparse_decode  # noqa: E402
@@ -137,6 +138,7 @@ def test_metadata_of_other_lengths(gpu):
 SPARSE = {  # layout, batch, s_q, h_q, topk, extra topk
     "one block": (V32, 1, 1, 16, 64, 0),
     "split": (V32, 2, 1, 64, 300, 0),
+    "two lists, two head blocks": (V32, 2, 2, 70, 70, 50),
     "two lists, crossover": (V32, 2, 2, 70, 70, 50),
     "split, crossover": (V32, 2, 1, 128, 300, 0),
     "three head blocks": (V32, 1, 1, 130, 65, 0),
@@ -145,9 +147,19 @@ SPARSE = {  # layout, batch, s_q, h_q, topk, extra topk
 }
 
 
+@pytest.fixture
+def crossover(request):
+    """Whether a case runs with the crossover: if its name says so."""
+    if "crossover" not in request.node.name:
+        yield False
+        return
+    with sparse_decode_op.with_crossover():
+        yield True
+
+
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("case", SPARSE.values(), ids=list(SPARSE))
-def test_sparse_decode(gpu, case, sink):
+def test_sparse_decode(gpu, crossover, case, sink):
     layout, batch, s_q, h_q, topk, extra = case
     rng = np.random.default_rng(3)
     q = normal(rng, (batch, s_q, h_q, layout.d_qk), BF16)
@@ -182,7 +194,7 @@ PAGED = {  # layout, lengths, s_q, h_q, page size (0: contiguous), causal
 
 
 @pytest.mark.parametrize("case", PAGED.values(), ids=list(PAGED))
-def test_dense_decode_over_an_fp8_cache(gpu, case):
+def test_dense_decode_over_an_fp8_cache(gpu, crossover, case):
     layout, lengths, s_q, h_q, page_size, causal = case
     rng = np.random.default_rng(5)
     q = normal(rng, (len(lengths), s_q, h_q, layout.d_qk), BF16)
