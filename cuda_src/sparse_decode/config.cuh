@@ -8,8 +8,8 @@
 namespace flashmla::sparse_decode {
 
 // The bytes of a token that a half of the dims (0-255, the others) needs, as they are staged: a piece of its row, and behind
-// it scales that do not lie there. The half is a run-time argument: the warps of both then share their instructions, and all
-// roles' loops together just fit the instruction cache.
+// it scales that do not lie there. The half is a run-time argument: the warps of both then share their instructions, and the
+// loops of all roles fit the instruction cache.
 template <class Format>
 struct Staging {
   static constexpr int kGroup = 32;       // dims that a lane converts together

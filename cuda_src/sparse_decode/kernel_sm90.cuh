@@ -19,15 +19,15 @@
 // order   P V (n) of half 0 runs beside Q K^T (n + 1), that of half 1 only after it, under the softmax of n + 1. Half 0 of a
 //         stage is thus free, and dequantized again, before half 1, and Q K^T reads it first.
 //
-// barrier       arrivals    armed by     waited on by
-// k_full[s][h]  8 (warps)   3 and half h scores, half h    half h of the dims of a block is in stage s; with h = 1 validity bits
-//               + the other CTA's tokens (32 x dims x 2 bytes) with the crossover
-// k_empty[s][h] 4 (warps)   half h       3 and half h      P V of half h of the block in stage s is done; 8 with the crossover:
-//               the other CTA's half h too, for its stage is written from here
-// names_full    4 (warps)   3            both halves       where the tokens of a block lie, and whether there is one
-// names_empty   8 (warps)   both halves  3                 they have been read
-// p_full[h]     4 (warps)   scores       half h            p, rescale, inv_sum may be read
-// p_empty       8 (warps)   both halves  scores            p, rescale, inv_sum have been read
+// barrier        arrivals    armed by      waited on by
+// k_full[s][h]   8 (warps)   3, half h     scores, half h  half h of the dims of a block is in stage s; with h = 1 also the
+//                validity bits; + the other CTA's tokens (32 x dims x 2 bytes) with the crossover
+// k_empty[s][h]  4 (warps)   half h        3, half h       P V of half h of the block in stage s is done; 8 with the crossover:
+//                the other CTA's half h too, for its stage is written from here
+// names_full     4 (warps)   3             both halves     where the tokens of a block lie, and whether there is one
+// names_empty    8 (warps)   both halves   3               they have been read
+// p_full[h]      4 (warps)   scores        half h          p, rescale, inv_sum may be read
+// p_empty        8 (warps)   both halves   scores          p, rescale, inv_sum have been read
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/online_softmax.cuh"
@@ -351,7 +351,7 @@ __device__ __forceinline__ void mask_unseen(const SparseDecodeParams& params, in
                           visible_tokens(params, seqlen, query_row<Config>(params, row + 8).token));
 }
 
-// Registers are scarce here (Q takes 80 of 144): what the loop over blocks does not need every time is derived again.
+// Registers are scarce here (without the crossover Q takes 80 of 144): what the loop over blocks does not need every time is derived again.
 template <class Config>
 __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {

@@ -19,6 +19,7 @@ struct QueryRow {
   int token, head;
   bool exists;
 };
+// blockIdx is read anew: what is derived from it would stay in registers, which are scarce.
 template <class Config>
 __device__ __forceinline__ QueryRow query_row(const SparseDecodeParams& params, int local_row) {
   const int row = ptx::ctaid_x() * Config::kRows + local_row;
