@@ -19,8 +19,10 @@ struct PartPlan {
 };
 
 __device__ __forceinline__ PartPlan load_part_plan(const int32_t* metadata, int part, int num_sm_parts, int batch) {
-  const int4* row = reinterpret_cast<const int4*>(metadata + part * 8);
-  const int4 a = row[0], b = row[1];  // begin_req begin_block end_req end_block | begin_split ...
+  const auto row = [&](int of_part) { return reinterpret_cast<const int4*>(metadata + of_part * 8); };
+  const bool is_last = part + 1 == num_sm_parts;
+  const int4 a = row(part)[0], b = row(part)[1];  // begin_req begin_block end_req end_block | begin_split ...
+  const int4 next_a = row(part + !is_last)[0], next_b = row(part + !is_last)[1];
   PartPlan plan;
   plan.part = part;
   plan.begin_req = max(a.x, 0);
@@ -28,11 +30,7 @@ __device__ __forceinline__ PartPlan load_part_plan(const int32_t* metadata, int 
   plan.end_req = min(a.z, batch - 1);
   plan.end_block = max(a.w, 0);
   plan.begins_inside = b.x > 0;
-  plan.ends_inside = false;
-  if (part + 1 < num_sm_parts) {
-    const int4 next_a = row[2], next_b = row[3];
-    plan.ends_inside = next_a.x == a.z && next_b.x > 0;
-  }
+  plan.ends_inside = !is_last && next_a.x == a.z && next_b.x > 0;
   return plan;
 }
 

@@ -10,9 +10,11 @@
 //         the kernel that wrote the plan is done. The partial results are read after the wait, which every CTA executes:
 //         the completion of this grid implies that of the split kernel.
 #pragma once
+#include "attention/half_partial.cuh"
 #include "combine/config.cuh"
 #include "common/math.cuh"
 #include "common/params.cuh"
+#include "ptx/cvt_f16.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 
@@ -36,13 +38,6 @@ __device__ __forceinline__ void store4<bf16_t>(bf16_t* dst, float4 v) {
 template <>
 __device__ __forceinline__ void store4<fp16_t>(fp16_t* dst, float4 v) {
   *reinterpret_cast<uint2*>(dst) = make_uint2(ptx::cvt_rn_f16x2(v.x, v.y), ptx::cvt_rn_f16x2(v.z, v.w));
-}
-
-__device__ __forceinline__ void add_scaled(float4& acc, float w, float4 v) {
-  acc.x += w * v.x;
-  acc.y += w * v.y;
-  acc.z += w * v.z;
-  acc.w += w * v.w;
 }
 
 // log2 of the summed exponentials over all partials; -inf if none attended to anything. Every lane gets it.
@@ -84,12 +79,50 @@ __device__ __forceinline__ int nth_split_request(const CombineParams& params, in
   return -1;
 }
 
+// What a lane holds of a partial result: 16 bytes of every 32 * kPerVector columns, and what they count.
 template <class Config>
-__device__ __forceinline__ void load_partial(const float* src, int columns, float4 (&o)[Config::kVectors]) {
+struct LanePart {
+  uint4 v[Config::kVectors];
+  float lse;                         // as stored
+  float factor[Config::kVectors];    // of fp16 columns
+};
+
+template <class Config>
+__device__ __forceinline__ int column_of(int vector) { return Config::kPerVector * (32 * vector + threadIdx.x % 32); }
+
+// row: of the partial results. `columns`: of them from first_col on.
+template <class Config>
+__device__ __forceinline__ void load_part(const CombineParams& params, int64_t row, int first_col, LanePart<Config>& part) {
+  using Partial = typename Config::Partial;
+  const Partial* src = reinterpret_cast<const Partial*>(params.o_partial) + row * params.d_v + first_col;
 #pragma unroll
   for (int v = 0; v < Config::kVectors; v++) {
-    const int col = 128 * v + 4 * (threadIdx.x % 32);
-    if (col < columns) o[v] = *reinterpret_cast<const float4*>(src + col);
+    const int col = column_of<Config>(v);
+    if (first_col + col < params.d_v) part.v[v] = *reinterpret_cast<const uint4*>(src + col);
+  }
+  part.lse = params.lse_partial[row];
+  if constexpr (sizeof(Partial) == 2) {
+    const int64_t rows = (int64_t)2 * params.num_sm_parts * params.h_kv * params.s_q * params.heads_per_kv;
+    const float* factors = attention::half_partial_factors(params.lse_partial, rows) + row * Config::kVectors;
+#pragma unroll
+    for (int v = 0; v < Config::kVectors; v++) part.factor[v] = factors[v];
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void add_part(float (&acc)[16], const LanePart<Config>& part, float weight) {
+#pragma unroll
+  for (int v = 0; v < Config::kVectors; v++) {
+    const uint32_t words[4] = {part.v[v].x, part.v[v].y, part.v[v].z, part.v[v].w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if constexpr (sizeof(typename Config::Partial) == 4) {
+        acc[4 * v + i] += weight * __uint_as_float(words[i]);
+      } else {
+        acc[8 * v + 2 * i] += weight * part.factor[v] * ptx::cvt_f32_f16((uint16_t)words[i]);
+        acc[8 * v + 2 * i + 1] += weight * part.factor[v] * ptx::cvt_f32_f16((uint16_t)(words[i] >> 16));
+      }
+    }
   }
 }
 
@@ -122,12 +155,17 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
   const int64_t slot_stride = (int64_t)params.h_kv * rows;
   const int token = row / params.heads_per_kv, head = blockIdx.z * params.heads_per_kv + row % params.heads_per_kv;
 
-  const float* lse = params.lse_partial + row_index;
-  const float* o_partial = params.o_partial + row_index * params.d_v;
-  float4 o[Config::kVectors];  // of this warp's next partial; the first is on its way while the weights are found
-  if (share < partials.count)
-    load_partial<Config>(o_partial + partials.slot(share) * slot_stride * params.d_v, params.d_v, o);
-  const float lse_log2 = total_lse_log2(lse, partials, slot_stride, params.lse_in_scale);
+  // This warp's next partial results; the first are on their way while the weights are found.
+  LanePart<Config> parts[Config::kAtOnce];
+  const auto load = [&](int first, int first_col) {
+#pragma unroll
+    for (int j = 0; j < Config::kAtOnce; j++) {
+      const int i = first + j * params.warps_per_row;
+      if (i < partials.count) load_part<Config>(params, row_index + partials.slot(i) * slot_stride, first_col, parts[j]);
+    }
+  };
+  load(share, 0);
+  const float lse_log2 = total_lse_log2(params.lse_partial + row_index, partials, slot_stride, params.lse_in_scale);
   if (valid && share == 0 && lane == 0)
     params.lse[req * params.lse_stride_batch + head * params.lse_stride_head + token * params.lse_stride_token] =
         lse_log2 * kLn2;
@@ -135,44 +173,43 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
   if (params.attn_sink != nullptr && valid && lse_log2 != -infinity())
     sink_factor = 1.0f / (1.0f + ptx::ex2_approx_ftz(params.attn_sink[head] * kLog2E - lse_log2));
 
-  extern __shared__ __align__(16) float partial_sums[];  // (kWarps, kColumns)
+  extern __shared__ __align__(16) float partial_sums[];  // (kWarps, 16, 32)
   for (int first_col = 0; first_col < params.d_v; first_col += Config::kColumns) {
-    const int columns = params.d_v - first_col;
-    float4 acc[Config::kVectors];
+    float acc[16];
 #pragma unroll
-    for (int v = 0; v < Config::kVectors; v++) acc[v] = make_float4(0, 0, 0, 0);
-#pragma unroll 2
-    for (int i = share; i < partials.count; i += params.warps_per_row) {
-      const int64_t index = partials.slot(i) * slot_stride;
-      if (i > share || first_col > 0) load_partial<Config>(o_partial + index * params.d_v + first_col, columns, o);
-      const float x = lse[index] * params.lse_in_scale;
-      if (x == -infinity()) continue;  // attended to nothing; its output does not count, whatever it is
-      const float weight = ptx::ex2_approx_ftz(x - lse_log2);
+    for (int k = 0; k < 16; k++) acc[k] = 0.0f;
+    for (int first = share; first < partials.count; first += Config::kAtOnce * params.warps_per_row) {
+      if (first > share || first_col > 0) load(first, first_col);
 #pragma unroll
-      for (int v = 0; v < Config::kVectors; v++) add_scaled(acc[v], weight, o[v]);
+      for (int j = 0; j < Config::kAtOnce; j++) {
+        if (first + j * params.warps_per_row >= partials.count) break;
+        const float x = parts[j].lse * params.lse_in_scale;
+        if (x == -infinity()) continue;  // attended to nothing; its output does not count, whatever it is
+        add_part<Config>(acc, parts[j], ptx::ex2_approx_ftz(x - lse_log2));
+      }
     }
     if (params.warps_per_row > 1) {
-      float4* mine = reinterpret_cast<float4*>(partial_sums + warp * Config::kColumns) + lane;
+      float* mine = partial_sums + warp * Config::kColumns + lane;
 #pragma unroll
-      for (int v = 0; v < Config::kVectors; v++) mine[32 * v] = acc[v];
+      for (int k = 0; k < 16; k++) mine[32 * k] = acc[k];
       __syncthreads();
       if (share == 0) {
         for (int other = 1; other < params.warps_per_row; other++) {
 #pragma unroll
-          for (int v = 0; v < Config::kVectors; v++)
-            add_scaled(acc[v], 1.0f, mine[other * (Config::kColumns / 4) + 32 * v]);
+          for (int k = 0; k < 16; k++) acc[k] += mine[other * Config::kColumns + 32 * k];
         }
       }
       __syncthreads();
     }
     if (valid && share == 0) {
       Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch +
-                     token * params.out_stride_token + head * params.out_stride_head + first_col + 4 * lane;
+                     token * params.out_stride_token + head * params.out_stride_head + first_col;
 #pragma unroll
-      for (int v = 0; v < Config::kVectors; v++) {
-        if (128 * v + 4 * lane < columns)
-          store4<Element>(dst + 128 * v, make_float4(acc[v].x * sink_factor, acc[v].y * sink_factor,
-                                                     acc[v].z * sink_factor, acc[v].w * sink_factor));
+      for (int k = 0; k < 16; k += 4) {
+        const int col = column_of<Config>(k / Config::kPerVector) + k % Config::kPerVector;
+        if (first_col + col < params.d_v)
+          store4<Element>(dst + col, make_float4(acc[k] * sink_factor, acc[k + 1] * sink_factor,
+                                                 acc[k + 2] * sink_factor, acc[k + 3] * sink_factor));
       }
     }
   }

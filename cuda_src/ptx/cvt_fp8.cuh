@@ -22,11 +22,4 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint16_t codes) {
   return r;
 }
 
-// fp16 to float, exactly.
-__device__ __forceinline__ float cvt_f32_f16(uint16_t bits) {
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(bits));
-  return r;
-}
-
 }  // namespace flashmla::ptx

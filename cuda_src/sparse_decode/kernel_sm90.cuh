@@ -19,6 +19,9 @@
 // order   P V (n) of half 0 runs beside Q K^T (n + 1), that of half 1 only after it, under the softmax of n + 1. Half 0 of a
 //         stage is thus free, and dequantized again, before half 1, and Q K^T reads it first.
 //
+// spills  With the crossover over the 656-byte layout one register of the output warps, stored and loaded once a block:
+//         scores need the registers for Q, which has no room in shared memory. Measured for comparison, never selected.
+//
 // barrier        arrivals    armed by      waited on by
 // k_full[s][h]   8 (warps)   3, half h     scores, half h  half h of the dims of a block is in stage s; with h = 1 also the
 //                validity bits; + the other CTA's tokens (32 x dims x 2 bytes) with the crossover
@@ -30,6 +33,7 @@
 // p_empty        8 (warps)   both halves   scores          p, rescale, inv_sum have been read
 #pragma once
 #include "attention/epilogue.cuh"
+#include "attention/half_partial.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/output_tile.cuh"
 #include "attention/split.cuh"
@@ -44,7 +48,6 @@
 #include "ptx/ld_st.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/prefetch.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/special_register.cuh"
 #include "ptx/st_async.cuh"
@@ -124,15 +127,6 @@ struct Share {
   }
 };
 
-// Brings the rows of Q of a request to the L2.
-template <class Config>
-__device__ __forceinline__ void prefetch_query(const SparseDecodeParams& params, int req) {
-  const int thread = threadIdx.x % 128;  // half a row each
-  const bf16_t* q = query_pointer<Config>(params, req, thread / 2) + Config::Format::kQk / 2 * (thread % 2);
-#pragma unroll
-  for (int dim = 0; dim < Config::Format::kQk / 2; dim += 64) ptx::prefetch_l2(q + dim);
-}
-
 // Warpgroup 3. What is converted was copied a block before, and named two blocks before.
 template <class Config>
 __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, const PartPlan& plan,
@@ -147,11 +141,9 @@ __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, con
   TokenCursor<Config> cursor(params, plan,
                              lane < 16 ? share.first_token(region) + lane % kTokens : 16 * warp + lane % 16);
   int named = 0;  // blocks named but not converted yet
-  int prefetched = -1;
   const auto next_name = [&] {
     const TokenName name = cursor.load_name();
     if (!cursor.at_end()) {
-      if (cursor.req != prefetched) prefetch_query<Config>(params, prefetched = cursor.req);
       named++;
       cursor.next();
     }
@@ -237,40 +229,52 @@ __device__ __forceinline__ void wait_for_half(typename Config::Storage& smem,
 
 // ---- scores -----------------------------------------------------------------------------------------------------
 // Q of one request: the first kQRegTiles tiles as wgmma A fragments, the rest to shared memory, dims ordered as those of K
-// (see dequantize.cuh): 16 bytes of a row are a lane's columns of two steps. Rows past the last are zero.
+// (see dequantize.cuh): 16 bytes of a row are a lane's columns of two steps. Rows past the last are zero. All loads are on
+// their way at once: the rest is copied as it lies and then put in order by its quad, in place.
 template <class Config>
 __device__ __forceinline__ void load_query(const SparseDecodeParams& params, int req, typename Config::Storage& smem,
                                            uint32_t (&q)[4 * Config::kQRegTiles][4]) {
   constexpr int kRegGroups = 2 * Config::kQRegTiles, kSmemGroups = 2 * Config::kTiles - kRegGroups;  // of 32 dims
+  constexpr int kAtOnce = kSmemGroups / 2;
+  const auto source = [&](int row) { return query_pointer<Config>(params, req, row) + 8 * (ptx::tid_x() & 3); };
+  const auto piece = [&](int row, int i) { return smem_addr(smem.q[i / 2]) + tile::swizzle_128b(row, i % 2 * 4); };
   ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
-#pragma unroll 1
-  for (int r = 0; r < 2; r++) {
-    const int row = tile::fragment_row_again() + 8 * r;
-    const int c = ptx::tid_x() & 3;
-    const bf16_t* src = query_pointer<Config>(params, req, row) + 8 * c;
-    const uint32_t keep = query_row<Config>(params, row).exists ? ~0u : 0u;
-    uint4 rest[kSmemGroups];
-#pragma unroll
-    for (int i = 0; i < kSmemGroups; i++) rest[i] = ptx::ld_global_nc_v4(src + 32 * (kRegGroups + i));
-#pragma unroll
-    for (int i = 0; i < kSmemGroups; i++) {
-      const uint32_t dst = smem_addr(smem.q[i / 2]) + 4 * c + tile::swizzle_128b(row, i % 2 * 4);
-      ptx::st_shared(dst, rest[i].x & keep);
-      ptx::st_shared(dst ^ 16, rest[i].y & keep);
-      ptx::st_shared(dst ^ 32, rest[i].z & keep);
-      ptx::st_shared(dst ^ 48, rest[i].w & keep);
-    }
-  }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const bf16_t* src = query_pointer<Config>(params, req, tile::fragment_row_again() + 8 * r) + 8 * (ptx::tid_x() & 3);
+    const bf16_t* src = source(tile::fragment_row_again() + 8 * r);
 #pragma unroll
     for (int i = 0; i < kRegGroups; i++) {
-      const uint4 v = ptx::ld_global_nc_v4(src + 32 * i);
+      const uint4 v = *reinterpret_cast<const uint4*>(src + 32 * i);
       q[2 * i][r] = v.x;
       q[2 * i][2 + r] = v.y;
       q[2 * i + 1][r] = v.z;
       q[2 * i + 1][2 + r] = v.w;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = tile::fragment_row_again() + 8 * r, c = ptx::tid_x() & 3;
+    const bf16_t* src = source(row) + 32 * kRegGroups;
+    const uint32_t bytes = query_row<Config>(params, row).exists ? 16 : 0;
+#pragma unroll
+    for (int i = 0; i < kSmemGroups; i++) ptx::cp_async_16(piece(row, i) ^ (c << 4), src + 32 * i, bytes);
+  }
+  ptx::bar_sync(kScoreBarrier, 128);  // holds the compiler to it: no load moves behind a barrier
+  ptx::cp_async_wait_all();
+#pragma unroll
+  for (int first = 0; first < 2 * kSmemGroups; first += kAtOnce) {  // half a row at a time
+    const int row = tile::fragment_row_again() + first / kSmemGroups * 8, c = ptx::tid_x() & 3;
+    uint4 v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) v[i] = ptx::ld_shared_v4(piece(row, (first + i) % kSmemGroups) ^ (c << 4));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      const uint32_t dst = piece(row, (first + i) % kSmemGroups) + 4 * c;
+      ptx::st_shared(dst, v[i].x);
+      ptx::st_shared(dst ^ 16, v[i].y);
+      ptx::st_shared(dst ^ 32, v[i].z);
+      ptx::st_shared(dst ^ 48, v[i].w);
     }
   }
 #pragma unroll
@@ -286,20 +290,25 @@ __device__ __forceinline__ void load_query(const SparseDecodeParams& params, int
   ptx::bar_sync(kScoreBarrier, 128);
 }
 
-// S = Q K^T for one block. Two commit groups: all tiles but the last, and the last.
-template <class Config>
-__device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)[4 * Config::kQRegTiles][4],
-                                             typename Config::Storage& smem,
-                                             const tile::RingPosition<Config::kStages>& ring) {
+// S = Q K^T for one block. The half of the dims that comes first is done when between_halves() is called.
+template <class Config, class BetweenHalves>
+__device__ __forceinline__ void compute_products(float (&s)[32], const uint32_t (&q)[4 * Config::kQRegTiles][4],
+                                                 typename Config::Storage& smem,
+                                                 const tile::RingPosition<Config::kStages>& ring,
+                                                 BetweenHalves between_halves) {
   const uint64_t q_desc = tile::k_major_desc(smem_addr(smem.q));
   const uint64_t k_desc = tile::k_major_desc(smem_addr(smem.k[ring.stage]));
 #pragma unroll
   for (int step = 0; step < 4 * Config::kTiles; step++) {
-    if (step % 16 == 0 && step < 32) {
+    if (step == 16) {
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<0>();
+      between_halves();
+    }
+    if (step == 0 || step == 16) {
       wait_for_half<Config>(smem, ring, step / 16);
       ptx::wgmma_fence();
     }
-    if (step == 4 * Config::kTiles - 4) ptx::wgmma_commit_group();
     const int offset = step / 4 * tile::kTileBytes + step % 4 * tile::kKMajorStepBytes;
     const uint64_t b = tile::advance(k_desc, offset);
     if (step < 4 * Config::kQRegTiles)
@@ -308,6 +317,7 @@ __device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)
       ptx::wgmma_m64n64k16_ss<bf16_t>(s, tile::advance(q_desc, offset - Config::kQRegTiles * tile::kTileBytes), b, 1);
   }
   ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>();
 }
 
 // Tokens that do not exist do not take part.
@@ -373,10 +383,9 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
     bool pending = false;  // half 1 has not been told of P of the block before
     for (; block < end_block; block++) {
       float s[32];
-      issue_scores<Config>(s, q, smem, ring);
-      ptx::wgmma_wait_group<1>();
-      if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
-      ptx::wgmma_wait_group<0>();
+      compute_products<Config>(s, q, smem, ring, [&] {
+        if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
+      });
       mask_invalid(s, smem.valid[ring.stage]);
       if constexpr (Config::kPaged)
         if (params.causal) mask_unseen<Config>(params, req, block, s);
@@ -442,9 +451,9 @@ __device__ __forceinline__ void start_product(float (&o)[128], uint32_t p_smem, 
 }
 
 // One row of a half, whose columns are ordered as V's dims: a lane holds 8 adjacent dims of every 32. row: null to skip it.
-// kOffset 0 | 2: the thread's first or second row.
-template <int kOffset>
-__device__ __forceinline__ void store_row(const float (&o)[128], float inv_sum, bf16_t* row) {
+// kOffset 0 | 2: the thread's first or second row; value(k): of accumulator k.
+template <class Element, int kOffset, class Value>
+__device__ __forceinline__ void store_row(Element* row, Value value) {
   if (row == nullptr) return;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -452,30 +461,20 @@ __device__ __forceinline__ void store_row(const float (&o)[128], float inv_sum, 
 #pragma unroll
     for (int g = 0; g < 4; g++) {
       const int k = 16 * i + 4 * g + kOffset;
-      v[g] = ptx::cvt_rn_bf16x2(attention::normalised(o[k], inv_sum), attention::normalised(o[k + 1], inv_sum));
+      v[g] = tile::pack<Element>(value(k), value(k + 1));
     }
     reinterpret_cast<uint4*>(row + 32 * i)[tile::lane_id() & 3] = make_uint4(v[0], v[1], v[2], v[3]);
   }
 }
 
-// float32: two neighbours trade, so that they write the two halves of a sector at once.
+// The largest magnitude of a row of a half, which a quad holds.
 template <int kOffset>
-__device__ __forceinline__ void store_row(const float (&o)[128], float inv_sum, float* row) {
-  const bool odd = tile::lane_id() & 1;
-  const int dim = (tile::lane_id() & 2) * 8 + (odd ? 4 : 0);  // of the even lane's sector; the odd lane's is 8 further
+__device__ __forceinline__ float largest_of_row(const float (&o)[128]) {
+  float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    float v[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) v[j] = attention::normalised(o[16 * i + j / 2 * 4 + j % 2 + kOffset], inv_sum);
-    float other[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) other[j] = __shfl_xor_sync(kFullWarp, odd ? v[j] : v[4 + j], 1);
-    if (row == nullptr) continue;
-    float4* dst = reinterpret_cast<float4*>(row + 32 * i + dim);
-    dst[0] = odd ? make_float4(other[0], other[1], other[2], other[3]) : make_float4(v[0], v[1], v[2], v[3]);
-    dst[2] = odd ? make_float4(v[4], v[5], v[6], v[7]) : make_float4(other[0], other[1], other[2], other[3]);
-  }
+  for (int i = 0; i < 32; i++) largest = fmaxf(largest, fmaxf(fabsf(o[4 * i + kOffset]), fabsf(o[4 * i + kOffset + 1])));
+  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+  return fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
 }
 
 template <class Config, int kOffset>
@@ -483,13 +482,18 @@ __device__ __forceinline__ void store_output_row(const SparseDecodeParams& param
                                                  int local_row, const float (&o)[128], float inv_sum) {
   const QueryRow row = query_row<Config>(params, local_row);
   if (slot >= 0) {
-    float* dst = params.o_partial +
-                 (((int64_t)slot * params.s_q + row.token) * params.h_q + row.head) * Config::kHeadDimV + 256 * half;
-    store_row<kOffset>(o, inv_sum, row.exists ? dst : nullptr);
+    const int64_t index = ((int64_t)slot * params.s_q + row.token) * params.h_q + row.head;
+    // What a row that attended to nothing holds does not count.
+    const float factor = attention::half_partial_factor(largest_of_row<kOffset>(o) * inv_sum);
+    if (row.exists && (tile::lane_id() & 3) == 0)
+      attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q)[2 * index + half] =
+          attention::inverse_power_of_two(factor);
+    fp16_t* dst = reinterpret_cast<fp16_t*>(params.o_partial) + index * Config::kHeadDimV + 256 * half;
+    store_row<fp16_t, kOffset>(row.exists ? dst : nullptr, [&](int k) { return o[k] * (inv_sum * factor); });
   } else {
     bf16_t* dst = reinterpret_cast<bf16_t*>(params.out) + req * params.out_stride_batch +
                   row.token * params.out_stride_token + row.head * params.out_stride_head + 256 * half;
-    store_row<kOffset>(o, inv_sum, row.exists ? dst : nullptr);
+    store_row<bf16_t, kOffset>(row.exists ? dst : nullptr, [&](int k) { return attention::normalised(o[k], inv_sum); });
   }
 }
 

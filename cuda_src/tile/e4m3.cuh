@@ -1,5 +1,6 @@
 // e4m3 codes as floats.
 #pragma once
+#include "ptx/cvt_f16.cuh"
 #include "ptx/cvt_fp8.cuh"
 
 namespace flashmla::tile {

@@ -132,6 +132,13 @@ def partial_bytes(parts: int, query_heads: int) -> tuple[int, int]:
     return o_bytes, -(-(o_bytes + 2 * parts * query_heads * 4) // 16) * 16
 
 
+def half_partial_bytes(parts: int, query_heads: int) -> tuple[int, int]:
+    """The same where partial outputs are fp16: behind the lse's lie two float32 factors a row."""
+    rows = 2 * parts * query_heads
+    o_bytes = rows * HEAD_DIM_V * 2
+    return o_bytes, -(-(o_bytes + rows * 3 * 4) // 16) * 16
+
+
 class ParamTemplate:
     """The bytes of a parameter struct with everything but its pointers filled in, wherever in it these are."""
 

@@ -48,7 +48,7 @@ def decode(options: tuple[int, bool, float | None], arrays: tuple) -> tuple[Any,
 
 
 def mla_workspace_bytes(batch: int, s_q: int, h_q: int, h_kv: int = 1, num_sm_parts: int | None = None) -> int:
-    """Bytes that `workspace` of flash_mla_with_kvcache needs, with or without metadata given.
+    """Bytes that `workspace` of flash_mla_with_kvcache needs at most, with or without metadata given.
 
     num_sm_parts: rows of the metadata; None: as get_mla_metadata chooses it on CuPy's current device.
 

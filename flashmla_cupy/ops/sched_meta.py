@@ -17,7 +17,6 @@ from ._select import Problem
 
 KV_BLOCK_TOKENS = 64
 QUERY_ROWS_PER_BLOCK = 64
-OVERHEAD_BLOCKS = 4  # fixed cost of a fragment, in KV blocks (docs/perf-log.md)
 NOMINAL_SM_COUNT = 132  # where there is no GPU to ask: that of an H100 or H200
 _NO_FIXED_SEQLEN = -1
 
@@ -40,6 +39,15 @@ def num_sm_parts(sm_count: int, num_heads_k: int, num_q_tokens_per_head_k: int) 
 def num_sparse_sm_parts(sm_count: int, s_q: int, h_q: int, h_kv: int = 1) -> int:
     """The same for sparse attention, where query tokens attend to different keys and cannot share a block of rows."""
     return max(1, sm_count // h_kv // max(1, s_q * -(-(h_q // h_kv) // QUERY_ROWS_PER_BLOCK)))
+
+
+def overhead_blocks(batch: int, parts: int, equally_long: bool) -> int:
+    """Fixed cost of a fragment, in KV blocks (docs/perf-log.md).
+
+    4 keeps requests whole that are about as many as the parts. Far fewer of them are cut whatever a fragment costs; if
+    they are equally long (sparse attention: topk), 1 makes the parts more even.
+    """
+    return 1 if equally_long and 2 * batch <= parts else 4
 
 
 def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads_k: int,
@@ -86,7 +94,8 @@ def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads
 
     if isinstance(lengths, np.ndarray):
         parts = parts_of(NOMINAL_SM_COUNT)
-        return reference.plan(lengths, parts, block_size=KV_BLOCK_TOKENS, overhead_blocks=OVERHEAD_BLOCKS, topk=topk)
+        return reference.plan(lengths, parts, block_size=KV_BLOCK_TOKENS, topk=topk,
+                              overhead_blocks=overhead_blocks(len(lengths), parts, topk is not None))
 
     _checks.check_element_alignment(cache_seqlens=lengths)
     device_id = lengths.data.device_id
@@ -145,4 +154,5 @@ def launch_plan(batch: int, parts: int, lengths_ptr: int, metadata_ptr: int, num
 @functools.lru_cache(maxsize=256)
 def _template(batch: int, parts: int, fixed_seqlen: int) -> _device.ParamTemplate:
     return _device.ParamTemplate("SchedMetaParams", batch=batch, num_sm_parts=parts, block_size=KV_BLOCK_TOKENS,
-                                 overhead_blocks=OVERHEAD_BLOCKS, fixed_seqlen=fixed_seqlen)
+                                 overhead_blocks=overhead_blocks(batch, parts, fixed_seqlen != _NO_FIXED_SEQLEN),
+                                 fixed_seqlen=fixed_seqlen)

@@ -243,7 +243,7 @@ def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) ->
 
 def _workspace_bytes(p: DecodeProblem, arrays: dict[str, Any], parts: int) -> int:
     plan = sched_meta.plan_bytes(p.batch, parts) if arrays["tile_scheduler_metadata"] is None else 0
-    return _device.partial_bytes(parts, p.s_q * p.h_q)[1] + plan
+    return _device.half_partial_bytes(parts, p.s_q * p.h_q)[1] + plan
 
 
 class _Plan:
@@ -259,7 +259,7 @@ class _Plan:
             return
         self.parts, self.splits = _parts_and_splits(p, metadata, device_id)
         self.plans_inside = metadata is None
-        self.o_bytes, self.plan_offset = _device.partial_bytes(self.parts, p.s_q * p.h_q)
+        self.o_bytes, self.plan_offset = _device.half_partial_bytes(self.parts, p.s_q * p.h_q)
         self.total_bytes = _workspace_bytes(p, arrays, self.parts)
         self.fixed_seqlen = planned_tokens(p) if self.sparse else -1 if self.splits else p.max_seqlen
 
@@ -286,7 +286,7 @@ class _Plan:
         self.params = _device.ParamTemplate("SparseDecodeParams", **fields)
         if self.splits:
             warps = combine.warps_per_row(self.parts / p.batch)
-            self.combine = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
+            self.combine = _device.get_kernel(Problem("combine.half", p.dtype, d_v=HEAD_DIM_V), device_id)
             self.combine_grid = combine.grid(p.s_q * p.h_q, min(self.parts - 1, p.batch), 1, warps)
             self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, heads_per_kv=p.h_q, h_kv=1,
                                                         d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)

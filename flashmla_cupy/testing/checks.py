@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import flashmla_cupy
+from flashmla_cupy.ops.sched_meta import overhead_blocks
 from flashmla_cupy.reference import combine as reference_combine
 from flashmla_cupy.reference import dense_decode as reference_decode
 from flashmla_cupy.reference import sched_meta as reference_sched
@@ -161,7 +162,9 @@ def sched_meta(lengths: np.ndarray, q_rows: int, h_kv: int, machine: Machine, to
     parts = max(1, machine.sm_count // h_kv // -(-q_rows // 64))
     if machine.gpu and metadata.shape[0] != parts:
         return Errors(message=f"metadata: got {metadata.shape[0]} parts, expected {parts}")
-    expected = reference_sched.plan(lengths, int(metadata.shape[0]), topk=topk)
+    parts = int(metadata.shape[0])
+    expected = reference_sched.plan(lengths, parts, topk=topk,
+                                    overhead_blocks=overhead_blocks(len(lengths), parts, topk is not None))
     for label, got, want in (("metadata", metadata, expected[0]), ("num_splits", num_splits, expected[1])):
         got = got.get() if machine.gpu else got
         if got.dtype != np.int32 or got.shape != want.shape:

@@ -133,7 +133,7 @@ def test_wrong_places_and_arguments():
     with pytest.raises(TypeError, match="^k_cache: got "):
         flash_mla_with_kvcache(q.cpu(), k_cache, table, lengths, 512, None)
     slots = torch.zeros(4, 2, 64, dtype=torch.int32, device="cuda")
-    with pytest.raises(UnsupportedError, match="^indices: not supported"):
+    with pytest.raises(UnsupportedError, match="^indices without is_fp8_kvcache: not supported"):
         flash_mla_with_kvcache(q, k_cache, table, lengths, 512, None, indices=slots)
     with pytest.raises(TypeError, match="^q: got dtype float32"):
         flash_mla_with_kvcache(q.float(), k_cache.float(), table, lengths, 512, None)

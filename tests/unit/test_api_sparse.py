@@ -217,7 +217,7 @@ def test_arrays_of_two_places(gpu, argument):
 
 
 # ---- launches on a GPU (a fake one) ----
-SPARSE, SCHED, COMBINE = "sparse_decode.sm90.v32.indices", "sched_meta.sm80", "combine.sm80.bf16"
+SPARSE, SCHED, COMBINE = "sparse_decode.sm90.v32.indices", "sched_meta.sm80", "combine.sm80.bf16.half"
 
 
 def test_what_has_no_gpu_kernel_is_refused_with_a_way_out(gpu):
@@ -506,6 +506,8 @@ def test_metadata_of_sparse_calls():
     lengths = np.array([0, 5, -3, 70000], np.int32)
     for topk in (1, 64, 2048, 2176):
         got = get_mla_metadata(lengths, 128, 1, 128, True, topk)
-        assert same(got, sched_meta.plan(np.full(4, topk), 66, overhead_blocks=4))
+        assert same(got, sched_meta.plan(np.full(4, topk), 66, overhead_blocks=1))
         assert same(got, get_mla_metadata(lengths[::-1], 128, 1, topk=topk))
+    many = np.zeros(34, np.int32)  # more than half as many as the parts
+    assert same(get_mla_metadata(many, 128, 1, 128, True, 2048), sched_meta.plan(np.full(34, 2048), 66, overhead_blocks=4))
     assert same(get_mla_metadata(lengths, 128, 1, 128, True), get_mla_metadata(lengths, 128, 1, 128, False))

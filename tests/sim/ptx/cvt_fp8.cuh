@@ -11,10 +11,5 @@ inline float e4m3_value(uint32_t code) {
 inline uint32_t cvt_rn_f16x2_e4m3x2(uint16_t codes) {
   return fp16_bits(e4m3_value(codes & 0xff)) | fp16_bits(e4m3_value(codes >> 8)) << 16;
 }
-inline float cvt_f32_f16(uint16_t bits) {
-  _Float16 half;
-  memcpy(&half, &bits, 2);
-  return (float)half;
-}
 
 }  // namespace flashmla::ptx

@@ -1,0 +1,22 @@
+// Partial results in 16 bits. Storing and merging partial outputs is a third of a small batch's time, and that is bytes. A
+// row's 256 columns are fp16, multiplied by a power of two that brings the largest near the top of the range: an error of
+// 2^-12 of a value, an eighth of what rounding the result to bf16 costs. The inverse of the power lies behind the lse's.
+#pragma once
+#include "common/types.cuh"
+
+namespace flashmla::attention {
+
+constexpr int kHalfPartialColumns = 256;  // that share a factor
+
+// largest: of the magnitudes. The power of two by which it becomes 2^14 to 2^15; tiny ones stop at 2^100, infinite ones
+// (and NaN, which wins no maximum) at 2^-114.
+__device__ __forceinline__ float half_partial_factor(float largest) {
+  return __uint_as_float(min(268u - (__float_as_uint(largest) >> 23), 227u) << 23);
+}
+__device__ __forceinline__ float inverse_power_of_two(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
+
+// The factors of `rows` rows of all slots, (row, 512 / 256), behind as many lse's.
+template <class Float>
+__device__ __forceinline__ Float* half_partial_factors(Float* lse_partial, int64_t rows) { return lse_partial + rows; }
+
+}  // namespace flashmla::attention
