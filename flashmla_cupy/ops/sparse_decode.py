@@ -21,7 +21,7 @@ from flashmla_cupy.runtime import params as kernel_params
 
 from . import _checks, _device, _overlap, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem, SparseDecodeProblem
-from ._select import Problem, experimental_kernels
+from ._select import Problem, experimental_kernels, serves_few_rows
 from .sched_meta import KV_BLOCK_TOKENS
 
 _REQUIRED = ("q", "k_cache")
@@ -202,18 +202,22 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 
 
 # ---- plan and launch ----
+FEW_ROWS = 16  # query rows of one mma
 _crossover = False
 
 
-def variant(sparse: bool, head_blocks: int) -> str:
-    """Of the kernel. head_blocks: CTAs along the heads, of 64 heads (dense: query rows) each.
+def variant(sparse: bool, rows: int, few_rows: bool = False, crossover: bool = False) -> str:
+    """Of the kernel. rows: the query rows that attend to the same keys, heads (dense: of all query tokens).
 
-    Every CTA dequantizes all of its tokens. The crossover, by which two head blocks of a query token (dense: two
-    blocks of rows) share that as a cluster, loses on every measured row (docs/performance.md): `with_crossover` alone
-    selects it.
+    Every CTA dequantizes all of its tokens. The crossover, by which two blocks of 64 rows share that as a cluster,
+    loses on every measured row (docs/performance.md): `with_crossover` alone selects it. few_rows: whether the kernel
+    for few rows may be chosen, which multiplies codes without dequantizing them into shared memory; the others pad
+    the rows to 64, and are slower than reading the cache.
     """
-    if _crossover and head_blocks % 2 == 0:
+    if crossover and -(-rows // sched_meta.QUERY_ROWS_PER_BLOCK) % 2 == 0:
         return "crossover" if sparse else "paged_crossover"
+    if few_rows and not crossover and rows <= FEW_ROWS:
+        return "few_indices" if sparse else "few_paged"
     return "indices" if sparse else "paged"
 
 
@@ -263,8 +267,9 @@ class _Plan:
         self.total_bytes = _workspace_bytes(p, arrays, self.parts)
         self.fixed_seqlen = planned_tokens(p) if self.sparse else -1 if self.splits else p.max_seqlen
 
-        head_blocks = -(-(p.h_q if self.sparse else p.rows) // sched_meta.QUERY_ROWS_PER_BLOCK)
-        keys = variant(self.sparse, head_blocks)
+        rows = p.h_q if self.sparse else p.rows
+        head_blocks = -(-rows // sched_meta.QUERY_ROWS_PER_BLOCK)
+        keys = variant(self.sparse, rows, serves_few_rows(p.dtype, p.d_qk), _crossover)
         self.kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
         self.grid = (head_blocks, p.s_q if self.sparse else 1, self.parts)
         float32 = np.dtype(np.float32)
