@@ -243,22 +243,19 @@ struct Places {
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// The scales of a unit for this warp, and their log2, where each lane finds those of its columns. Returns whether any is
+// The scale of this lane's token, and its log2, to where each lane finds those of its columns. Returns whether any lane's is
 // negative.
-template <class Format>
-__device__ __forceinline__ bool lay_out_scales(const uint8_t* tokens, const Places<Format>& places, float (&scales)[4][4][4]) {
-  const float scale = *reinterpret_cast<const float*>(tokens + places.scale);
-  float* entry = &scales[0][0][0] + places.scale_entry;
-  entry[0] = scale;
-  entry[2] = ptx::lg2_approx_ftz(fabsf(scale));
-  __syncwarp();
+__device__ __forceinline__ bool lay_out_scales(float scale, int entry, float (&scales)[4][4][4]) {
+  float* place = &scales[0][0][0] + entry;
+  place[0] = scale;
+  place[2] = ptx::lg2_approx_ftz(fabsf(scale));
   return __any_sync(kFullWarp, scale < 0.0f);
 }
 
-// This warp's part of the scores: s[i][e] of column 2 c + e % 2 of tile i, row g + 8 (e / 2).
+// Q times the e4m3 dims of this warp: s[i][e] of column 2 c + e % 2 of tile i, row g + 8 (e / 2).
 template <class Format>
-__device__ __forceinline__ void partial_scores(const uint8_t* tokens, const Places<Format>& places, const Query& q,
-                                               const uint4& q_rope, const float (&scales)[4][4][4], float (&s)[4][4]) {
+__device__ __forceinline__ void multiply_codes(const uint8_t* tokens, const Places<Format>& places, const Query& q,
+                                               float (&s)[4][4]) {
 #pragma unroll
   for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -274,17 +271,22 @@ __device__ __forceinline__ void partial_scores(const uint8_t* tokens, const Plac
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const uint32_t w = word(codes[i], step);
-        ptx::mma_m16n8k16_f16(s[i], q[4 * h + step], ptx::cvt_rn_f16x2_e4m3x2_low(w),
-                              ptx::cvt_rn_f16x2_e4m3x2_high(w));
+        ptx::mma_m16n8k16_f16(s[i], q[4 * h + step], ptx::cvt_rn_f16x2_e4m3x2_low(w), ptx::cvt_rn_f16x2_e4m3x2_high(w));
       }
   }
-  const uint32_t rope_fragment[4] = {q_rope.x, q_rope.y, q_rope.z, q_rope.w};
+}
+
+// This warp's part of the scores: with the scales, and its RoPE dims.
+template <class Format>
+__device__ __forceinline__ void scale_and_add_rope(const uint8_t* tokens, const Places<Format>& places, const uint4& q_rope,
+                                                   const float (&scales)[4][4][4], float (&s)[4][4]) {
+  const uint32_t q[4] = {q_rope.x, q_rope.y, q_rope.z, q_rope.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const uint2 k = *reinterpret_cast<const uint2*>(tokens + places.rope + 8 * Format::kRowBytes * i);
     const float2 scale = *reinterpret_cast<const float2*>(&scales[i][tile::lane_id() % 4][0]);
     float rope[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    ptx::mma_m16n8k16_bf16(rope, rope_fragment, k.x, k.y);
+    ptx::mma_m16n8k16_bf16(rope, q, k.x, k.y);
 #pragma unroll
     for (int e = 0; e < 4; e++) s[i][e] = s[i][e] * (e % 2 == 0 ? scale.x : scale.y) + rope[e];
   }
@@ -579,9 +581,12 @@ __device__ __forceinline__ void add_units(const SparseDecodeParams& params, cons
     const uint8_t* tokens = smem.tokens[ring.stage];
     const uint32_t valid = smem.valid[ring.stage];
     if (valid != 0) {
-      const bool any_negative = lay_out_scales<Format>(tokens, places, scales);
+      const float scale = *reinterpret_cast<const float*>(tokens + places.scale);
       float s[4][4], own[4];
-      partial_scores<Format>(tokens, places, q, smem.q_rope[4 * group + warp][tile::lane_id()], scales, s);
+      multiply_codes<Format>(tokens, places, q, s);
+      const bool any_negative = lay_out_scales(scale, places.scale_entry, scales);
+      __syncwarp();
+      scale_and_add_rope<Format>(tokens, places, smem.q_rope[4 * group + warp][tile::lane_id()], scales, s);
       exchange_scores(smem.exchange[group], group, warp, s, own, [&](float (&own)[4]) {
         const float2 unit = *reinterpret_cast<const float2*>(&smem.q_unit[4 * group + warp][tile::lane_id()]);
 #pragma unroll
