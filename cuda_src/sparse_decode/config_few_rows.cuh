@@ -7,7 +7,7 @@
 namespace flashmla::sparse_decode {
 
 template <class Format>
-struct FewRows {};  // in place of the format: the kernel for at most 16 query rows
+struct FewRows {};  // in place of the format: the kernel for few query rows
 
 template <int kGroups, int kStages, int kStageBytes>
 struct alignas(1024) FewRowsStorage {

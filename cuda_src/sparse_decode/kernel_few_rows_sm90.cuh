@@ -1,4 +1,4 @@
-// MLA decode over an FP8 cache for at most 16 query rows, where reading the cache is what costs. Keys by index lists or by a
+// MLA decode over an FP8 cache for few query rows, 16 a CTA, where reading the cache is what costs. Keys by index lists or by a
 // block table; out = softmax(scale Q K^T) V, where V is the first 512 dims of the dequantized K. In units of 32 tokens.
 //
 // Method: mma.sync with the 16 rows as its 16 rows, so that no row is padding, on codes that go from the cache's bytes in
@@ -11,7 +11,7 @@
 //           adds the tokens of tile j of each unit. In the end O_j 2^(ref_j - lse) is the output.
 // Groups take units in turn and add their outputs at the end of a request.
 //
-// grid    indices: (1, s_q, num_sm_parts); paged: (1, 1, num_sm_parts)
+// grid    indices: (ceil(h_q / 16), s_q, num_sm_parts); paged: (ceil(s_q h_q / 16), 1, num_sm_parts)
 // block   512 threads, one CTA an SM
 // roles   warps 0-11   three groups of four: scores and output of every third unit
 //         warps 12-13  find the tokens of the first and second half of each block, a unit each, and have the copy engine
@@ -456,15 +456,25 @@ __device__ __forceinline__ void sync_groups(Storage& smem, uint32_t& parity) {
   parity ^= 1;
 }
 
-// log2-sum-exp of a row over the sums of all warps.
+// log2-sum-exp of two rows over the sums of all warps, a quarter of them by each lane of a quad.
 template <int kWarps>
-__device__ __forceinline__ float total_lse_log2(const float2 (&sums)[kWarps][16], int row) {
-  float most = attention::kNothing, total = 0.0f;
-#pragma unroll 1
-  for (int i = 0; i < kWarps; i++) most = fmaxf(most, sums[i][row].x);
-#pragma unroll 1
-  for (int i = 0; i < kWarps; i++) total += sums[i][row].y * ptx::ex2_approx_ftz(sums[i][row].x - most);
-  return most + ptx::lg2_approx_ftz(total);
+__device__ __forceinline__ void total_lse_log2(const float2 (&sums)[kWarps][16], float (&lse_log2)[2]) {
+  const int g = lane_again() / 4, c = lane_again() % 4;
+  float most[2] = {attention::kNothing, attention::kNothing}, total[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kWarps; i += 4)
+#pragma unroll
+    for (int r = 0; r < 2; r++) most[r] = fmaxf(most[r], sums[i + c][g + 8 * r].x);
+  tile::quad_max(most[0], most[1]);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+#pragma unroll
+    for (int i = 0; i < kWarps; i += 4) {
+      const float2 part = sums[i + c][g + 8 * r];
+      total[r] += part.y * ptx::ex2_approx_ftz(part.x - most[r]);
+    }
+    lse_log2[r] = most[r] + ptx::lg2_approx_ftz(tile::quad_sum(total[r]));
+  }
 }
 
 // The factor by which an attention sink lowers a row, where the request is whole; a split one meets its sink in combine.
@@ -522,14 +532,15 @@ __device__ __forceinline__ void finish_request(const SparseDecodeParams& params,
   }
   sync_groups(smem, parity);
   const int slot = partial_slot(params, plan, req);
+  float lse_log2[2];
+  total_lse_log2(smem.sums, lse_log2);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const QueryRow row = query_row<Config>(params, g + 8 * r);
-    const float lse_log2 = total_lse_log2(smem.sums, g + 8 * r);
-    if (group == 0 && warp == 0 && lane % 4 == 0) store_lse(params, slot, req, row, lse_log2);
+    if (group == 0 && warp == 0 && lane % 4 == 0) store_lse(params, slot, req, row, lse_log2[r]);
     // In two steps, so that neither leaves the range of float32 before the output does.
-    const float root = lse_log2 == -infinity() ? 0.0f : ptx::ex2_approx_ftz(0.5f * (a.ref[r] - lse_log2));
-    const float factor = root * sink_factor(params, row, slot, lse_log2);
+    const float root = lse_log2[r] == -infinity() ? 0.0f : ptx::ex2_approx_ftz(0.5f * (a.ref[r] - lse_log2[r]));
+    const float factor = root * sink_factor(params, row, slot, lse_log2[r]);
 #pragma unroll
     for (int d = 0; d < 16; d++)
 #pragma unroll

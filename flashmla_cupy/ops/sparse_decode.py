@@ -202,7 +202,8 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 
 
 # ---- plan and launch ----
-FEW_ROWS = 16  # query rows of one mma
+_ROWS_OF_A_FEW_ROWS_CTA = 16  # those of one mma
+FEW_ROWS = 2 * _ROWS_OF_A_FEW_ROWS_CTA  # two CTAs read a block in less than the time that the others need to convert it
 _crossover = False
 
 
@@ -270,6 +271,8 @@ class _Plan:
         rows = p.h_q if self.sparse else p.rows
         head_blocks = -(-rows // sched_meta.QUERY_ROWS_PER_BLOCK)
         keys = variant(self.sparse, rows, serves_few_rows(p.dtype, p.d_qk), _crossover)
+        if keys.startswith("few"):
+            head_blocks = -(-rows // _ROWS_OF_A_FEW_ROWS_CTA)
         self.kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
         self.grid = (head_blocks, p.s_q if self.sparse else 1, self.parts)
         float32 = np.dtype(np.float32)

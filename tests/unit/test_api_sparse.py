@@ -246,7 +246,7 @@ def test_two_row_blocks_share_keys(gpu, s_q, h_q, tag):
 
 
 @pytest.mark.parametrize("rows, few_rows, crossover, expected", [
-    (1, True, False, "few_"), (16, True, False, "few_"), (17, True, False, ""), (16, False, False, ""),
+    (1, True, False, "few_"), (32, True, False, "few_"), (33, True, False, ""), (16, False, False, ""),
     (16, True, True, ""), (128, True, True, "crossover"), (128, True, False, "")])
 def test_rows_decide_which_kernel(rows, few_rows, crossover, expected):
     names = [sparse_decode_op.variant(sparse, rows, few_rows, crossover) for sparse in (True, False)]
@@ -254,14 +254,15 @@ def test_rows_decide_which_kernel(rows, few_rows, crossover, expected):
                      else [f"{expected}indices", f"{expected}paged"])
 
 
-@pytest.mark.parametrize("s_q, h_q, d_qk, few_rows", [(1, 16, 576, True), (4, 4, 576, True), (1, 17, 576, False),
-                                                      (3, 8, 576, False), (1, 16, 512, False)])
-def test_few_rows_have_a_kernel_of_their_own(gpu, monkeypatch, s_q, h_q, d_qk, few_rows):
+@pytest.mark.parametrize("s_q, h_q, d_qk, blocks", [(1, 16, 576, 1), (4, 4, 576, 1), (1, 17, 576, 2), (2, 16, 576, 2),
+                                                    (3, 16, 576, 0), (1, 16, 512, 0)])
+def test_few_rows_have_a_kernel_of_their_own(gpu, monkeypatch, s_q, h_q, d_qk, blocks):
     width = 656 if d_qk == 576 else 584
     cache = gpu.array((40, 64, 1, width), np.uint8, strides=(-(-64 * width // 576) * 576, width, width, 1))
     arguments = {**dense_fp8(gpu), "q": gpu.array((2, s_q, h_q, d_qk)), "k_cache": cache}
     flash_mla_with_kvcache(**arguments)
-    assert gpu.take()[1].name.startswith(FEW_ROWS) is few_rows
+    decode = gpu.take()[1]
+    assert decode.name.startswith(FEW_ROWS) is (blocks > 0) and decode.grid == (max(blocks, 1), 1, 132)
     _plans.clear_plans()
     monkeypatch.setattr(_select, "_experimental_allowed", False)
     flash_mla_with_kvcache(**arguments)
