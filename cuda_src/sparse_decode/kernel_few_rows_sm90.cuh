@@ -479,7 +479,7 @@ __device__ __forceinline__ void total_lse_log2(const float2 (&sums)[kWarps][16],
 
 // The factor by which an attention sink lowers a row, where the request is whole; a split one meets its sink in combine.
 __device__ __forceinline__ float sink_factor(const SparseDecodeParams& params, const QueryRow& row, int slot, float lse_log2) {
-  if (params.attn_sink == nullptr || slot >= 0 || !row.exists) return 1.0f;
+  if (params.attn_sink == nullptr || slot >= 0 || !row.exists || lse_log2 == -infinity()) return 1.0f;
   return 1.0f / (1.0f + ptx::ex2_approx_ftz(__ldg(params.attn_sink + row.head) * kLog2E - lse_log2));
 }
 

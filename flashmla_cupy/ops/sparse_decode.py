@@ -222,6 +222,15 @@ def variant(sparse: bool, rows: int, few_rows: bool = False, crossover: bool = F
     return "indices" if sparse else "paged"
 
 
+def _variant_now(sparse: bool, rows: int, dtype: str, d_qk: int) -> str:
+    return variant(sparse, rows, serves_few_rows(dtype, d_qk), _crossover)
+
+
+def multiplies_exact_keys(sparse: bool, rows: int, d_qk: int) -> bool:
+    """Whether the kernel that a call gets now multiplies keys as they are; the others round them to bfloat16 first."""
+    return _variant_now(sparse, rows, "bfloat16", d_qk).startswith("few")
+
+
 @contextlib.contextmanager
 def with_crossover() -> Iterator[None]:
     """Within, the CTAs of an even number of head blocks share the dequantizing: to measure what that is worth."""
@@ -270,7 +279,7 @@ class _Plan:
 
         rows = p.h_q if self.sparse else p.rows
         head_blocks = -(-rows // sched_meta.QUERY_ROWS_PER_BLOCK)
-        keys = variant(self.sparse, rows, serves_few_rows(p.dtype, p.d_qk), _crossover)
+        keys = _variant_now(self.sparse, rows, p.dtype, p.d_qk)
         if keys.startswith("few"):
             head_blocks = -(-rows // _ROWS_OF_A_FEW_ROWS_CTA)
         self.kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)

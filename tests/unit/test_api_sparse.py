@@ -264,8 +264,9 @@ def test_few_rows_have_a_kernel_of_their_own(gpu, monkeypatch, s_q, h_q, d_qk, b
     decode = gpu.take()[1]
     assert decode.name.startswith(FEW_ROWS) is (blocks > 0) and decode.grid == (max(blocks, 1), 1, 132)
     _plans.clear_plans()
-    monkeypatch.setattr(_select, "_experimental_allowed", False)
-    flash_mla_with_kvcache(**arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(_select, "_experimental_allowed", False)
+        flash_mla_with_kvcache(**arguments)
     assert gpu.take()[1].name.startswith("sparse_decode.sm90.")
 
 

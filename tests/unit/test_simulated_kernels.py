@@ -265,7 +265,7 @@ def test_few_rows_by_indices(gpu, few_rows_alone, case, request):
     batch, s_q, h_q, topk, extra, runs = case
     rng = np.random.default_rng(7)
     q = normal(rng, (batch, s_q, h_q, V32.d_qk), BF16)
-    lists = {}
+    lists = {"attn_sink": np.resize(np.array([-np.inf, 3, np.inf, -5], np.float32), h_q)}
     for prefix, width in (("", topk), ("extra_", extra)):
         if width:
             indices = rng.integers(-40, 4 * 64 + 40, (batch, s_q, width)).astype(np.int32)
@@ -273,7 +273,7 @@ def test_few_rows_by_indices(gpu, few_rows_alone, case, request):
                 indices[...] = np.arange(width) % 300 - 20
             if "nothing" in request.node.name:
                 indices[..., 32:64] = -1
-                indices[0] = 256
+                indices[0] = 256  # nor anywhere in the request
             cache = kv_quant.quantize(normal(rng, (4, 64, 1, V32.d_qk), BF16), V32)
             lists |= {f"{prefix}k_cache": cache, f"{prefix}indices": indices}
     arguments = {name: _device_cache(gpu, x) if name.endswith("k_cache") else gpu.put(x) for name, x in lists.items()}
