@@ -1,14 +1,14 @@
-// MLA decode over an FP8 cache for few query rows, 16 a CTA, where reading the cache is what costs. Keys by index lists or by a
-// block table; out = softmax(scale Q K^T) V, where V is the first 512 dims of the dequantized K. In units of 32 tokens.
+// MLA decode over an FP8 cache for few query rows, 16 a CTA, where reading the cache is what costs. Keys by index lists or by
+// a block table; out = softmax(scale Q K^T) V, where V is the first 512 dims of the dequantized K. In units of 32 tokens.
 //
 // Method: mma.sync with the 16 rows as its 16 rows, so that no row is padding, on codes that go from the cache's bytes in
 // shared memory to operand registers, e4m3 -> fp16, exactly. Scales stay outside of the products. Of a group of four warps,
-// warp j has the dims of scale j, 128 j to 128 j + 127, and 16 of the RoPE dims, in both products:
-//   scores  each warp multiplies its dims, applies scale j of each token, and the four parts are added through shared memory.
-//           Q is fp16 relative to a power of two for each row and warp; bf16 fits into it.
+// warp j has the dims of scale j, 128 j to 128 j + 127, in both products, and 16 of the RoPE dims:
+//   scores  each warp multiplies its dims, applies scale j of each token, and the four parts are added through shared memory,
+//           warp w those of tile w of 8 tokens. Q is fp16 relative to a power of two for each row; bf16 fits into it.
 //   output  warp j weighs its codes by P_j(t) = 2^(s(t) + log2 scale_j(t) - ref_j), in fp16, with a reference ref_j of its
-//           own for each row. So P_j fits whatever the scales are. The row sum, of 2^(s(t) - sum_ref), is kept apart: warp j
-//           adds the tokens of tile j of each unit. In the end O_j 2^(ref_j - lse) is the output.
+//           own for each row. So P_j fits whatever the scales are. The row sum, of 2^(s(t) - sum_ref), is kept apart: warp w
+//           adds the tokens of tile w of each unit. In the end O_j 2^(ref_j - lse) is the output.
 // Groups take units in turn and add their outputs at the end of a request.
 //
 // grid    indices: (ceil(h_q / 16), s_q, num_sm_parts); paged: (ceil(s_q h_q / 16), 1, num_sm_parts)
@@ -18,15 +18,16 @@
 //                      bring them, as they lie in the cache, runs of neighbours by one copy
 //         warps 14-15  end at once; registers move by whole warpgroups
 //
-// barrier     arrivals    armed by     waited on by
-// full[s]     1           a producer   a group        a unit is in stage s; + the bytes of its tokens
-// empty[s]    4 (warps)   a group      a producer     the unit in stage s has been used
-// merge       12 (warps)  all groups   all groups     at the end of a request: sums and outputs are written, or read
-// 1 + group   128         a group      a group        bar.sync: the group's partial scores of a unit are written
+// barrier    arrivals    armed by     waited on by
+// full[s]    1           a producer   a group       a unit is in stage s, + the bytes of its tokens, and its validity bits
+// empty[s]   4 (warps)   a group      a producer    the unit in stage s has been used
+// merge      12 (warps)  all groups   all groups    at the end of a request: sums or outputs are written, or outputs read
+// 1 + group  128         a group      a group       bar.sync, by turns: the parts, and the totals, of a unit's scores are
+//                                                   written (and, where a request begins, the magnitudes of Q's rows)
 //
 // Order of dims and tokens: a product does not mind the order of its sum, so lanes take 16 bytes where the fragments want
-// pieces. Lane c of a quad has dims 16 c to 16 c + 15 of each 64, as four steps. Column n of a tile of 8 tokens is token
-// bit_reverse(n), and column n of output tile d is dim 16 bit_reverse'(n) + d, so that the eight lanes that load together
+// pieces. Lane c of a quad has dims 16 c to 16 c + 15 of each 64 of Q and K, as four steps. Column n of a tile of 8 tokens is
+// token bit_reverse(n). Column n of output tile d is dim 16 (n / 2 + n % 2 * 4) + d. So the eight lanes that load together
 // always meet eight different groups of banks, and a lane ends with 16 adjacent dims.
 #pragma once
 #include "attention/epilogue.cuh"
@@ -94,7 +95,7 @@ __device__ __forceinline__ int lane_again() { return ptx::tid_x() & 31; }
 __device__ __forceinline__ int bit_reverse(int n) { return (n & 1) << 2 | (n & 2) | n >> 2; }
 
 // ---- tokens -----------------------------------------------------------------------------------------------------
-// Brings half of the rows of Q of a request to the L2.
+// Brings half of the CTA's rows of Q of a request to the L2.
 template <class Config>
 __device__ __forceinline__ void prefetch_query(const SparseDecodeParams& params, int req, int half) {
   constexpr int kPiece = Config::Format::kQk / 4;
@@ -109,7 +110,8 @@ template <class Format>
 __device__ __forceinline__ void clear_tokens(uint32_t which, uint32_t dst) {
   for (; which != 0; which &= which - 1) {
     const uint32_t row = dst + Format::kRowBytes * (__ffs(which) - 1);
-    for (int i = tile::lane_id(); i < Format::kRowBytes / 16; i += 32) ptx::st_shared_v4(row + 16 * i, make_uint4(0, 0, 0, 0));
+    for (int i = tile::lane_id(); i < Format::kRowBytes / 16; i += 32)
+      ptx::st_shared_v4(row + 16 * i, make_uint4(0, 0, 0, 0));
   }
   ptx::fence_proxy_async();  // the next to write here is the copy engine
 }
@@ -230,7 +232,7 @@ __device__ __forceinline__ void load_query(const SparseDecodeParams& params, int
 template <class Format>
 struct Places {
   int codes, rope, values;  // of S, of P V
-  int scale, scale_entry;   // of lane's token: in a stage, and in the table
+  int scale, scale_entry;   // of token `lane`: in a stage, and in the table
   __device__ __forceinline__ explicit Places(int warp) {
     const int lane = tile::lane_id(), g = lane / 4, c = lane % 4, column = bit_reverse(lane % 8);
     codes = ptx::opaque(Format::kRowBytes * bit_reverse(g) + 128 * warp + 16 * c);
@@ -243,8 +245,7 @@ struct Places {
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// The scale of this lane's token, and its log2, to where each lane finds those of its columns. Returns whether any lane's is
-// negative.
+// The scale of token `lane`, and its log2, to where each lane finds those of its columns. Returns whether any is negative.
 __device__ __forceinline__ bool lay_out_scales(float scale, int entry, float (&scales)[4][4][4]) {
   float* place = &scales[0][0][0] + entry;
   place[0] = scale;
@@ -317,6 +318,7 @@ __device__ __forceinline__ void mask_unseen(const SparseDecodeParams& params, co
 }
 
 // Adds up the parts of the group's four warps: warp w tile w, which finish() may change before all warps get all tiles.
+// Both barriers also keep a unit's writes behind the reads of the unit before.
 template <class Exchange, class Finish>
 __device__ __forceinline__ void exchange_scores(Exchange& exchange, int group, int warp, float (&s)[4][4], float (&own)[4],
                                                 Finish finish) {
