@@ -79,7 +79,8 @@ def all_specs() -> tuple[KernelSpec, ...]:
     """
     return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_COMBINE_HALF.values(), *_SCHED_META.values(),
             *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
-            *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values())
+            *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values(),
+            *_FEW_ROWS_DECODE.values(), *_PAGED_FEW_ROWS_DECODE.values())
 
 
 _DENSE_DECODE = {
@@ -107,6 +108,11 @@ _SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE, _PAGED_CROSSOVER_DECODE = 
      for layout in kv_format.FORMATS.values()}
     for tag, *flags in (("indices", "false", "false"), ("crossover", "false", "true"),
                         ("paged", "true", "false"), ("paged_crossover", "true", "true")))
+_FEW_ROWS_DECODE, _PAGED_FEW_ROWS_DECODE = (
+    {("bfloat16", kv_format.V32.d_qk): KernelSpec("sparse_decode", "few_rows_sm90",
+                                                  ("sparse_decode::FewRows<kv_format::V32>", paged, "false"),
+                                                  (kv_format.V32.name, tag), "SparseDecodeParams", experimental=True)}
+    for tag, paged in (("few_indices", "false"), ("few_paged", "true")))
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
@@ -150,12 +156,24 @@ def _kv_quant_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
     return reasons
 
 
-def _sparse_decode_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
+def _sparse_decode_reasons(problem: Problem, device: DeviceInfo,
+                           table: dict[tuple[str, int], KernelSpec] | None = None) -> list[str]:
+    table = _SPARSE_DECODE if table is None else table
     reasons = _capability_reasons(device, (9, 0), only_major=True)
-    if (problem.dtype, problem.d_qk) not in _SPARSE_DECODE:
-        known = " or ".join(f"{dtype} with {d_qk}" for dtype, d_qk in _SPARSE_DECODE)
+    if (problem.dtype, problem.d_qk) not in table:
+        known = " or ".join(f"{dtype} with {d_qk}" for dtype, d_qk in table)
         reasons.append(f"dtype, d_qk: got {problem.dtype} with {problem.d_qk}, expected {known}")
     return reasons
+
+
+def serves_few_rows(dtype: str, d_qk: int) -> bool:
+    """Whether `select` may hand out an FP8 decode kernel for few query rows now."""
+    spec = _FEW_ROWS_DECODE.get((dtype, d_qk))
+    return spec is not None and selectable(spec)
+
+
+def _few_rows_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
+    return _sparse_decode_reasons(problem, device, _FEW_ROWS_DECODE)
 
 
 _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels, the preferred one first
@@ -170,4 +188,6 @@ _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels,
     "sparse_decode.crossover": (_sparse_decode_reasons, _CROSSOVER_DECODE),
     "sparse_decode.paged": (_sparse_decode_reasons, _PAGED_FP8_DECODE),
     "sparse_decode.paged_crossover": (_sparse_decode_reasons, _PAGED_CROSSOVER_DECODE),
+    "sparse_decode.few_indices": (_few_rows_reasons, _FEW_ROWS_DECODE),
+    "sparse_decode.few_paged": (_few_rows_reasons, _PAGED_FEW_ROWS_DECODE),
 }

@@ -21,7 +21,7 @@ from flashmla_cupy.runtime import params as kernel_params
 
 from . import _checks, _device, _overlap, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem, SparseDecodeProblem
-from ._select import Problem, experimental_kernels
+from ._select import Problem, experimental_kernels, serves_few_rows
 from .sched_meta import KV_BLOCK_TOKENS
 
 _REQUIRED = ("q", "k_cache")
@@ -202,19 +202,44 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 
 
 # ---- plan and launch ----
+_ROWS_OF_A_FEW_ROWS_CTA = 16  # those of one mma
+FEW_ROWS = 2 * _ROWS_OF_A_FEW_ROWS_CTA  # two CTAs read a block in less than the time that the others need to convert it
 _crossover = False
 
 
-def variant(sparse: bool, head_blocks: int) -> str:
-    """Of the kernel. head_blocks: CTAs along the heads, of 64 heads (dense: query rows) each.
+def variant(sparse: bool, rows: int, few_rows: bool = False, crossover: bool = False) -> str:
+    """Of the kernel. rows: the query rows that attend to the same keys, heads (dense: of all query tokens).
 
-    Every CTA dequantizes all of its tokens. The crossover, by which two head blocks of a query token (dense: two
-    blocks of rows) share that as a cluster, loses on every measured row (docs/performance.md): `with_crossover` alone
-    selects it.
+    Every CTA dequantizes all of its tokens. The crossover, by which two blocks of 64 rows share that as a cluster,
+    loses on every measured row (docs/performance.md): `with_crossover` alone selects it. few_rows: whether the kernel
+    for few rows may be chosen, which multiplies codes without dequantizing them into shared memory; the others pad
+    the rows to 64, and are slower than reading the cache.
     """
-    if _crossover and head_blocks % 2 == 0:
+    if crossover and -(-rows // sched_meta.QUERY_ROWS_PER_BLOCK) % 2 == 0:
         return "crossover" if sparse else "paged_crossover"
+    if few_rows and not crossover and rows <= FEW_ROWS:
+        return "few_indices" if sparse else "few_paged"
     return "indices" if sparse else "paged"
+
+
+def _variant_now(sparse: bool, rows: int, dtype: str, d_qk: int) -> str:
+    return variant(sparse, rows, serves_few_rows(dtype, d_qk), _crossover)
+
+
+def _variant_of(p: DecodeProblem) -> str:
+    sparse = isinstance(p, SparseDecodeProblem)
+    return _variant_now(sparse, p.h_q if sparse else p.rows, p.dtype, p.d_qk)
+
+
+def _partial_bytes(p: DecodeProblem, parts: int) -> tuple[int, int]:
+    """Bytes of the partial outputs, and of all of a partial result."""
+    sizes = _device.partial_bytes if _variant_of(p).startswith("few") else _device.half_partial_bytes
+    return sizes(parts, p.s_q * p.h_q)
+
+
+def multiplies_exact_keys(sparse: bool, rows: int, d_qk: int) -> bool:
+    """Whether the kernel that a call gets now multiplies keys as they are; the others round them to bfloat16 first."""
+    return _variant_now(sparse, rows, "bfloat16", d_qk).startswith("few")
 
 
 @contextlib.contextmanager
@@ -243,7 +268,7 @@ def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) ->
 
 def _workspace_bytes(p: DecodeProblem, arrays: dict[str, Any], parts: int) -> int:
     plan = sched_meta.plan_bytes(p.batch, parts) if arrays["tile_scheduler_metadata"] is None else 0
-    return _device.half_partial_bytes(parts, p.s_q * p.h_q)[1] + plan
+    return _partial_bytes(p, parts)[1] + plan
 
 
 class _Plan:
@@ -259,12 +284,13 @@ class _Plan:
             return
         self.parts, self.splits = _parts_and_splits(p, metadata, device_id)
         self.plans_inside = metadata is None
-        self.o_bytes, self.plan_offset = _device.half_partial_bytes(self.parts, p.s_q * p.h_q)
+        self.o_bytes, self.plan_offset = _partial_bytes(p, self.parts)
         self.total_bytes = _workspace_bytes(p, arrays, self.parts)
         self.fixed_seqlen = planned_tokens(p) if self.sparse else -1 if self.splits else p.max_seqlen
 
-        head_blocks = -(-(p.h_q if self.sparse else p.rows) // sched_meta.QUERY_ROWS_PER_BLOCK)
-        keys = variant(self.sparse, head_blocks)
+        rows, keys = p.h_q if self.sparse else p.rows, _variant_of(p)
+        few = keys.startswith("few")
+        head_blocks = -(-rows // (_ROWS_OF_A_FEW_ROWS_CTA if few else sched_meta.QUERY_ROWS_PER_BLOCK))
         self.kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
         self.grid = (head_blocks, p.s_q if self.sparse else 1, self.parts)
         float32 = np.dtype(np.float32)
@@ -285,8 +311,8 @@ class _Plan:
                            block_table_stride=0 if table is None else table.strides[0] // 4)
         self.params = _device.ParamTemplate("SparseDecodeParams", **fields)
         if self.splits:
-            warps = combine.warps_per_row(self.parts / p.batch)
-            self.combine = _device.get_kernel(Problem("combine.half", p.dtype, d_v=HEAD_DIM_V), device_id)
+            warps, merge = combine.warps_per_row(self.parts / p.batch), "combine" if few else "combine.half"
+            self.combine = _device.get_kernel(Problem(merge, p.dtype, d_v=HEAD_DIM_V), device_id)
             self.combine_grid = combine.grid(p.s_q * p.h_q, min(self.parts - 1, p.batch), 1, warps)
             self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, heads_per_kv=p.h_q, h_kv=1,
                                                         d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import flashmla_cupy
+from flashmla_cupy.ops.sparse_decode import multiplies_exact_keys
 from flashmla_cupy.reference import sparse_decode as reference
 from flashmla_cupy.testing import fp8_dense_cases, fp8_dense_inputs, plain, plain_sparse, sparse_cases, sparse_inputs
 from flashmla_cupy.testing.cases import HEAD_DIM_V
@@ -69,19 +70,20 @@ def expected(case: SparseCase, given: SparseInputs, machine: Machine) -> Referen
     arrays = given.q, given.k_cache, keywords.pop("indices")
     attend = partial(reference.attend, *arrays, HEAD_DIM_V, softmax_scale=case.softmax_scale, **keywords)
     if machine.gpu:
-        return kernel_references(attend, machine.xp)
+        return kernel_references(attend, machine.xp, multiplies_exact_keys(True, case.h_q, case.d_qk))
     return plain_sparse.attend(*arrays, HEAD_DIM_V, _scale(case), **keywords), attend(mode="rounded")
 
 
-def kernel_references(attend: Callable[..., tuple[Any, Any]], xp: Any) -> References:
+def kernel_references(attend: Callable[..., tuple[Any, Any]], xp: Any, exact_keys: bool) -> References:
     """(exact, rounded) for `compare` of a kernel. attend(mode=, round_output=, xp=): a reference over an FP8 cache.
 
-    A kernel on 16-bit tensor cores multiplies keys that were rounded to bfloat16. Its output is measured against the
-    exact keys, with the rounding reference's own error as the budget; its lse against the lse of the rounded keys,
-    which the budget of an lse (float32 accumulation) is meant for. The NumPy backend rounds no key.
+    Most kernels on 16-bit tensor cores multiply keys that were rounded to bfloat16. Their output is measured against
+    the exact keys, with the rounding reference's own error as the budget; their lse against the lse of the rounded
+    keys, which the budget of an lse (float32 accumulation) is meant for. exact_keys: a kernel that rounds no key, as
+    the NumPy backend.
     """
-    rounded = attend(mode="rounded", round_output=False, xp=xp)
-    return (attend(mode="exact", xp=xp)[0], rounded[1]), rounded
+    exact, rounded = attend(mode="exact", xp=xp), attend(mode="rounded", round_output=False, xp=xp)
+    return exact if exact_keys else (exact[0], rounded[1]), rounded
 
 
 def _scale(case: SparseCase | Fp8DenseCase) -> float:
@@ -148,7 +150,7 @@ def expected_dense(case: Fp8DenseCase, given: Inputs, machine: Machine) -> Refer
         softmax_scale=case.softmax_scale, causal=case.causal,
     )
     if machine.gpu:
-        return kernel_references(attend, machine.xp)
+        return kernel_references(attend, machine.xp, multiplies_exact_keys(False, case.s_q * case.h_q, case.d_qk))
     keys = plain_sparse.keys_of_requests(given.k_cache, given.block_table, case.lengths, case.d_qk)
     exact = plain.attend(given.q, keys, None, case.lengths, HEAD_DIM_V, _scale(case), case.causal)
     return exact, attend(mode="rounded")

@@ -11,7 +11,7 @@ from test_api_errors import META, Host, fails
 
 from flashmla_cupy import UnsupportedError, flash_mla_with_kvcache, get_mla_metadata, merge_states
 from flashmla_cupy.kv_format import D512, V32
-from flashmla_cupy.ops import _plans
+from flashmla_cupy.ops import _plans, _select
 from flashmla_cupy.ops import sparse_decode as sparse_decode_op
 from flashmla_cupy.reference import kv_quant, sched_meta, sparse_decode
 from flashmla_cupy.reference._numerics import cast
@@ -217,7 +217,7 @@ def test_arrays_of_two_places(gpu, argument):
 
 
 # ---- launches on a GPU (a fake one) ----
-SPARSE, SCHED, COMBINE = "sparse_decode.sm90.v32.indices", "sched_meta.sm80", "combine.sm80.bf16.half"
+FEW_ROWS, SCHED, COMBINE = "sparse_decode.few_rows_sm90.v32", "sched_meta.sm80", "combine.sm80.bf16"
 
 
 def test_what_has_no_gpu_kernel_is_refused_with_a_way_out(gpu):
@@ -245,6 +245,31 @@ def test_two_row_blocks_share_keys(gpu, s_q, h_q, tag):
     assert decode.name.rpartition(".")[2] == tag
 
 
+@pytest.mark.parametrize("rows, few_rows, crossover, expected", [
+    (1, True, False, "few_"), (32, True, False, "few_"), (33, True, False, ""), (16, False, False, ""),
+    (16, True, True, ""), (128, True, True, "crossover"), (128, True, False, "")])
+def test_rows_decide_which_kernel(rows, few_rows, crossover, expected):
+    names = [sparse_decode_op.variant(sparse, rows, few_rows, crossover) for sparse in (True, False)]
+    assert names == (["crossover", "paged_crossover"] if expected == "crossover"
+                     else [f"{expected}indices", f"{expected}paged"])
+
+
+@pytest.mark.parametrize("s_q, h_q, d_qk, blocks", [(1, 16, 576, 1), (4, 4, 576, 1), (1, 17, 576, 2), (2, 16, 576, 2),
+                                                    (3, 16, 576, 0), (1, 16, 512, 0)])
+def test_few_rows_have_a_kernel_of_their_own(gpu, monkeypatch, s_q, h_q, d_qk, blocks):
+    width = 656 if d_qk == 576 else 584
+    cache = gpu.array((40, 64, 1, width), np.uint8, strides=(-(-64 * width // 576) * 576, width, width, 1))
+    arguments = {**dense_fp8(gpu), "q": gpu.array((2, s_q, h_q, d_qk)), "k_cache": cache}
+    flash_mla_with_kvcache(**arguments)
+    decode = gpu.take()[1]
+    assert decode.name.startswith(FEW_ROWS) is (blocks > 0) and decode.grid == (max(blocks, 1), 1, 132)
+    _plans.clear_plans()
+    with monkeypatch.context() as patch:
+        patch.setattr(_select, "_experimental_allowed", False)
+        flash_mla_with_kvcache(**arguments)
+    assert gpu.take()[1].name.startswith("sparse_decode.sm90.")
+
+
 def test_the_crossover_can_be_asked_for(gpu):
     arguments = sparse(gpu, h_q=128)
     flash_mla_with_kvcache(**arguments)
@@ -262,7 +287,7 @@ def test_dense_decode_over_an_fp8_cache(gpu, contiguous):
         arguments |= dict(k_cache=gpu.array((2, 300, 1, 656), np.uint8), block_table=None)
     flash_mla_with_kvcache(**arguments)
     plan, decode, merge = gpu.take()
-    assert [plan.name, decode.name, merge.name] == [SCHED, "sparse_decode.sm90.v32.paged", COMBINE]
+    assert [plan.name, decode.name, merge.name] == [SCHED, f"{FEW_ROWS}.few_paged", COMBINE]
     lengths = arguments["cache_seqlens"].data.ptr
     assert plan.params["fixed_seqlen"] == -1 and plan.params["cache_seqlens"] == lengths
     p, table = decode.params, arguments["block_table"]
@@ -286,7 +311,7 @@ def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
     arguments = full(gpu)
     out, lse = flash_mla_with_kvcache(**{**arguments, META: None, "num_splits": None, "out": None, "lse": None})
     plan, decode, merge = gpu.take()
-    assert [plan.name, decode.name, merge.name] == [SCHED, SPARSE, COMBINE]
+    assert [plan.name, decode.name, merge.name] == [SCHED, f"{FEW_ROWS}.few_indices", COMBINE]
     batch, s_q, h_q = arguments["q"].shape[:3]
     parts = 132 // (s_q * -(-h_q // 64))
     topk, extra = arguments["indices"].shape[-1], arguments["extra_indices"].shape[-1]
@@ -509,5 +534,6 @@ def test_metadata_of_sparse_calls():
         assert same(got, sched_meta.plan(np.full(4, topk), 66, overhead_blocks=1))
         assert same(got, get_mla_metadata(lengths[::-1], 128, 1, topk=topk))
     many = np.zeros(34, np.int32)  # more than half as many as the parts
-    assert same(get_mla_metadata(many, 128, 1, 128, True, 2048), sched_meta.plan(np.full(34, 2048), 66, overhead_blocks=4))
+    expected = sched_meta.plan(np.full(34, 2048), 66, overhead_blocks=4)
+    assert same(get_mla_metadata(many, 128, 1, 128, True, 2048), expected)
     assert same(get_mla_metadata(lengths, 128, 1, 128, True), get_mla_metadata(lengths, 128, 1, 128, False))

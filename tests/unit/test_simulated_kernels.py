@@ -70,6 +70,13 @@ def gpu(libraries, monkeypatch, request):
     _plans.clear_plans()
 
 
+@pytest.fixture
+def few_rows_alone(monkeypatch):
+    """Of the FP8 decode kernels only those for few rows are there, each for the calls that it serves."""
+    for op in ("indices", "paged"):
+        monkeypatch.delitem(_select._CHOICES, f"sparse_decode.{op}")
+
+
 def normal(rng, shape, dtype):
     return rng.standard_normal(shape).astype(np.float32).astype(dtype)
 
@@ -211,6 +218,103 @@ def test_dense_decode_over_an_fp8_cache(gpu, crossover, case):
                   for mode in ("exact", "rounded")]
     errors = compare(simulator.host(out), simulator.host(lse), *references)
     assert errors.message is None, errors.message
+
+
+FEW_PAGED = {  # lengths, s_q, h_q, page size (0: contiguous), causal
+    "0, 1": ((0, 1), 1, 16, 64, False),
+    "around a block": ((63, 64, 65), 1, 16, 64, False),
+    "split over parts": ((700,), 1, 5, 64, False),
+    "causal, over a unit's end": ((33, 2, 96, 129), 4, 4, 16, True),
+    "causal, one row of queries empty": ((1, 70), 2, 8, 48, True),
+    "contiguous": ((90, 31), 2, 8, 0, False),
+    "two CTAs, causal": ((33, 130), 3, 8, 64, True),
+}
+
+
+@pytest.mark.parametrize("case", FEW_PAGED.values(), ids=list(FEW_PAGED))
+def test_few_rows_over_pages(gpu, few_rows_alone, case):
+    lengths, s_q, h_q, page_size, causal = case
+    rng = np.random.default_rng(6)
+    q = normal(rng, (len(lengths), s_q, h_q, V32.d_qk), BF16)
+    if page_size:
+        values, table = paged_cache(rng, lengths, page_size, 1, V32.d_qk, BF16)
+    else:
+        values, table = normal(rng, (len(lengths), max(lengths), 1, V32.d_qk), BF16), None
+    cache = kv_quant.quantize(values, V32)
+    lengths = np.array(lengths, np.int32)
+    out, lse = flash_mla_with_kvcache(
+        gpu.put(q), _device_cache(gpu, cache), None if table is None else gpu.put(table), gpu.put(lengths), 512,
+        causal=causal, is_fp8_kvcache=True)
+    references = [sparse_decode.attend_paged(q, cache, table, lengths, 512, causal=causal, mode=mode)
+                  for mode in ("exact", "rounded")]
+    errors = compare(simulator.host(out), simulator.host(lse), *references)
+    assert errors.message is None, errors.message
+
+
+FEW_INDICES = {  # batch, s_q, h_q, topk, extra topk, whether indices are a run
+    "one token": (1, 1, 16, 1, 0, False),
+    "63, 65": (1, 2, 3, 63, 65, False),
+    "split, runs": (2, 1, 16, 500, 0, True),
+    "two CTAs": (1, 1, 24, 70, 0, False),
+    "nothing valid in a unit": (2, 2, 16, 128, 0, False),
+}
+
+
+@pytest.mark.parametrize("case", FEW_INDICES.values(), ids=list(FEW_INDICES))
+def test_few_rows_by_indices(gpu, few_rows_alone, case, request):
+    batch, s_q, h_q, topk, extra, runs = case
+    rng = np.random.default_rng(7)
+    q = normal(rng, (batch, s_q, h_q, V32.d_qk), BF16)
+    lists = {"attn_sink": np.resize(np.array([-np.inf, 3, np.inf, -5], np.float32), h_q)}
+    for prefix, width in (("", topk), ("extra_", extra)):
+        if width:
+            indices = rng.integers(-40, 4 * 64 + 40, (batch, s_q, width)).astype(np.int32)
+            if runs:
+                indices[...] = np.arange(width) % 300 - 20
+            if "nothing" in request.node.name:
+                indices[..., 32:64] = -1
+                indices[0] = 256  # nor anywhere in the request
+            cache = kv_quant.quantize(normal(rng, (4, 64, 1, V32.d_qk), BF16), V32)
+            lists |= {f"{prefix}k_cache": cache, f"{prefix}indices": indices}
+    arguments = {name: _device_cache(gpu, x) if name.endswith("k_cache") else gpu.put(x) for name, x in lists.items()}
+    out, lse = flash_mla_with_kvcache(gpu.put(q), arguments.pop("k_cache"), None, None, 512, is_fp8_kvcache=True,
+                                      **arguments)
+    references = [sparse_decode.attend(q, mode=mode, **lists) for mode in ("exact", "rounded")]
+    errors = compare(simulator.host(out), simulator.host(lse), *references)
+    assert errors.message is None, errors.message
+
+
+SCALES = {  # of the tile that no score depends on
+    "far apart": lambda rng, shape: np.exp2(rng.uniform(-60, 60, shape)),
+    "growing": lambda rng, shape: np.exp2(np.linspace(-100, 100, np.prod(shape)).reshape(shape)),
+    "tiny": lambda rng, shape: np.full(shape, 2.0**-120),
+    "huge": lambda rng, shape: np.full(shape, 2.0**110),
+    "negative, zero": lambda rng, shape: rng.choice([-3.0, 0.0, 2.0], shape),
+    "zero": lambda rng, shape: np.zeros(shape),
+}
+
+
+@pytest.mark.parametrize("q_gain", [1.0, 2.0**-70, 2.0**60], ids=["", "small q", "large q"])
+@pytest.mark.parametrize("scales", SCALES.values(), ids=list(SCALES))
+def test_few_rows_with_any_scale(gpu, few_rows_alone, scales, q_gain):
+    rng = np.random.default_rng(8)
+    length = 200
+    q = normal(rng, (1, 1, 16, V32.d_qk), BF16) * BF16.type(q_gain)
+    q[..., 256:384] = 0
+    cache = kv_quant.quantize(normal(rng, (1, length, 1, V32.d_qk), BF16), V32)
+    scale = kv_quant.parts_of(cache, V32).scales
+    scale[..., 2] = scales(rng, scale[..., 2].shape)
+    lengths = np.array([length], np.int32)
+    keywords = dict(softmax_scale=V32.d_qk**-0.5 / q_gain)
+    out, lse = flash_mla_with_kvcache(gpu.put(q), _device_cache(gpu, cache), None, gpu.put(lengths), 512,
+                                      is_fp8_kvcache=True, **keywords)
+    exact, rounded = (sparse_decode.attend_paged(q, cache, None, lengths, 512, mode=mode, **keywords)
+                      for mode in ("exact", "rounded"))
+    for tile in range(4):  # by itself: none hides behind the large values of another
+        dims = slice(128 * tile, 128 * tile + 128)
+        errors = compare(simulator.host(out)[..., dims], simulator.host(lse), (exact[0][..., dims], exact[1]),
+                         (rounded[0][..., dims], rounded[1]))
+        assert errors.message is None, (tile, errors.message)
 
 
 def _device_cache(gpu, cache):

@@ -1,0 +1,29 @@
+// e4m3 to fp16, from either half of a register.
+#pragma once
+#include "common/types.cuh"
+
+namespace flashmla::ptx {
+
+// The lower two of four e4m3 codes to packed fp16, exactly.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2_low(uint32_t codes) {
+  uint32_t r;
+  asm("{\n\t.reg .b16 lo, hi;\n\t"
+      "mov.b32 {lo, hi}, %1;\n\t"
+      "cvt.rn.f16x2.e4m3x2 %0, lo;\n\t}"
+      : "=r"(r)
+      : "r"(codes));
+  return r;
+}
+
+// The higher two.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2_high(uint32_t codes) {
+  uint32_t r;
+  asm("{\n\t.reg .b16 lo, hi;\n\t"
+      "mov.b32 {lo, hi}, %1;\n\t"
+      "cvt.rn.f16x2.e4m3x2 %0, hi;\n\t}"
+      : "=r"(r)
+      : "r"(codes));
+  return r;
+}
+
+}  // namespace flashmla::ptx

@@ -1,0 +1,6 @@
+#pragma once
+namespace flashmla::ptx {
+
+inline int opaque(int x) { return x; }
+
+}  // namespace flashmla::ptx
