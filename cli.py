@@ -59,7 +59,7 @@ def cli() -> None:
     "--op",
     "ops",
     multiple=True,
-    type=click.Choice(["sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode"]),
+    type=click.Choice(["sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode", "sparse_prefill"]),
     help="Only this op; may be repeated.",
 )
 @click.option("--suite", type=click.Choice(["smoke", "corner", "full"]), default="smoke", show_default=True)

@@ -79,7 +79,8 @@ def all_specs() -> tuple[KernelSpec, ...]:
     """
     return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(),
             *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
-            *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values())
+            *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values(),
+            *_SPARSE_PREFILL.values())
 
 
 _DENSE_DECODE = {
@@ -104,6 +105,11 @@ _SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE, _PAGED_CROSSOVER_DECODE = 
      for layout in kv_format.FORMATS.values()}
     for tag, *flags in (("indices", "false", "false"), ("crossover", "false", "true"),
                         ("paged", "true", "false"), ("paged_crossover", "true", "true")))
+_SPARSE_PREFILL = {
+    ("bfloat16", d_qk): KernelSpec("sparse_prefill", "sm90", (str(d_qk),), ("bf16", f"d{d_qk}"), "SparsePrefillParams",
+                                   experimental=True)
+    for d_qk in sorted(HEAD_DIMS_QK, reverse=True)
+}
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
@@ -155,6 +161,14 @@ def _sparse_decode_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
     return reasons
 
 
+def _sparse_prefill_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
+    reasons = _capability_reasons(device, (9, 0), only_major=True)
+    if (problem.dtype, problem.d_qk) not in _SPARSE_PREFILL:
+        known = " or ".join(f"{dtype} with {d_qk}" for dtype, d_qk in _SPARSE_PREFILL)
+        reasons.append(f"dtype, d_qk: got {problem.dtype} with {problem.d_qk}, expected {known}")
+    return reasons
+
+
 _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels, the preferred one first
     "dense_decode": (_dense_decode_reasons, _DENSE_DECODE),
     "combine": (_combine_reasons, _COMBINE),
@@ -166,4 +180,5 @@ _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels,
     "sparse_decode.crossover": (_sparse_decode_reasons, _CROSSOVER_DECODE),
     "sparse_decode.paged": (_sparse_decode_reasons, _PAGED_FP8_DECODE),
     "sparse_decode.paged_crossover": (_sparse_decode_reasons, _PAGED_CROSSOVER_DECODE),
+    "sparse_prefill": (_sparse_prefill_reasons, _SPARSE_PREFILL),
 }

@@ -15,13 +15,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
 import simulator  # noqa: E402
 
-from flashmla_cupy import flash_mla_with_kvcache, get_mla_metadata, merge_states  # noqa: E402
+from flashmla_cupy import (  # noqa: E402
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+    merge_states,
+)
 from flashmla_cupy.kv_format import D512, V32  # noqa: E402
 from flashmla_cupy.ops import _device, _plans, _select, combine, sched_meta  # noqa: E402
 from flashmla_cupy.ops import sparse_decode as sparse_decode_op  # noqa: E402
 from flashmla_cupy.reference import combine as reference_combine  # noqa: E402
 from flashmla_cupy.reference import dense_decode as reference_dense  # noqa: E402
-from flashmla_cupy.reference import kv_quant, sparse_decode  # noqa: E402
+from flashmla_cupy.reference import kv_quant, sparse_decode, sparse_prefill  # noqa: E402
 from flashmla_cupy.reference import sched_meta as reference_plan  # noqa: E402
 from flashmla_cupy.runtime import compile as kernel_compile  # noqa: E402
 from flashmla_cupy.runtime import device, tensor_map  # noqa: E402
@@ -220,6 +225,46 @@ def _device_cache(gpu, cache):
     array = cupy.ndarray(cache.shape, np.uint8, memory, cache.strides)
     simulator.host(array)[...] = cache
     return array
+
+
+PREFILL = {  # s_q, h_q, s_kv, topk, d_qk, topk_length, lengths of queries and keys of the requests
+    "one block": (1, 64, 300, 64, 576, None, None),
+    "tails, more tokens than CTAs": (9, 16, 70, 130, 576, None, None),
+    "two head blocks, sink": (5, 100, 200, 200, 576, None, None),
+    "d_qk 512, three head blocks, sink": (4, 129, 90, 65, 512, None, None),
+    "lengths, empty tokens, sink": (11, 3, 300, 200, 576, (200, 0, -5, 1, 64, 65, 129, 0, 0, 1 << 20, 63), None),
+    "d_qk 512, lengths": (7, 70, 40, 70, 512, (0, 0, 70, 3, 0, 64, 0), None),
+    "fewer keys than indices": (3, 8, 5, 100, 576, None, None),
+    "one index": (2, 1, 9, 1, 512, None, None),
+    "requests": (10, 12, 150, 90, 576, None, ((3, 0, 5, 1), (60, 10, 0, 70))),
+    "requests, lengths, tokens of none, sink": (
+        9, 66, 120, 70, 512, (70, 5, 64, 65, 0, 70, 70, 66, 1), ((4, 2), (50, 65))),
+}
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_sparse_prefill(gpu, name):
+    """With an attention sink if the name says so."""
+    s_q, h_q, s_kv, topk, d_qk, lengths, requests = PREFILL[name]
+    rng = np.random.default_rng(6)
+    q, kv = normal(rng, (s_q, h_q, d_qk), BF16), normal(rng, (s_kv, 1, d_qk), BF16)
+    indices = rng.integers(-3, s_kv + 3, (s_q, 1, topk)).astype(np.int32)
+    indices.reshape(-1)[::9] = 2**31 - 1
+    keywords = {"attn_sink": np.linspace(-5, 5, h_q, dtype=np.float32) if "sink" in name else None,
+                "topk_length": None if lengths is None else np.array(lengths, np.int32)}
+    if requests is not None:
+        for name, counts in zip(("cu_seqlens_q", "cu_seqlens_kv"), requests, strict=True):
+            keywords[name] = np.cumsum((0, *counts), dtype=np.int32)
+    scale = d_qk**-0.5
+    results = flash_mla_sparse_fwd(gpu.put(q), gpu.put(kv), gpu.put(indices), scale,
+                                   **{name: None if x is None else gpu.put(x) for name, x in keywords.items()})
+    out, max_logits, lse = (simulator.host(x) for x in results)
+    exact, rounded = (sparse_prefill.attend(q, kv, indices, scale, mode=mode, **keywords)
+                      for mode in ("exact", "rounded"))
+    for got, which in ((lse, 2), (max_logits, 1)):
+        references = ((x[0][:, None], x[which][..., None]) for x in (exact, rounded))
+        errors = compare(out[:, None], got[..., None], *references)
+        assert errors.message is None, errors.message
 
 
 @pytest.mark.parametrize("count", [1, 5, 33])
