@@ -130,7 +130,8 @@ struct Gatherer {
 
 // ---- scores -----------------------------------------------------------------------------------------------------
 // No warp reads the Q of the item before any more: all have passed the barrier of its last block. The copies complete on an
-// mbarrier, for a wait for this thread's copies is moved up by ptxas, between the loads.
+// mbarrier, for a wait for this thread's copies is moved up by ptxas, between the loads. The fence that makes them visible to
+// wgmma is that of the first block.
 template <class Config>
 __device__ __forceinline__ void load_query(const SparsePrefillParams& params, const Item& item,
                                            typename Config::Storage& smem, uint32_t parity,

@@ -31,7 +31,10 @@ from flashmla_cupy.reference import sched_meta as reference_plan  # noqa: E402
 from flashmla_cupy.runtime import compile as kernel_compile  # noqa: E402
 from flashmla_cupy.runtime import device, tensor_map  # noqa: E402
 from flashmla_cupy.runtime.device import DeviceInfo  # noqa: E402
-from flashmla_cupy.testing.compare import compare  # noqa: E402
+from flashmla_cupy.testing import prefill_checks, prefill_inputs  # noqa: E402
+from flashmla_cupy.testing.compare import Errors, compare  # noqa: E402
+from flashmla_cupy.testing.machine import Machine  # noqa: E402
+from flashmla_cupy.testing.prefill_cases import PrefillCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(simulator.COMPILER is None, reason="no g++ to compile the simulated kernels with")
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -265,6 +268,37 @@ def test_sparse_prefill(gpu, name):
         references = ((x[0][:, None], x[which][..., None]) for x in (exact, rounded))
         errors = compare(out[:, None], got[..., None], *references)
         assert errors.message is None, errors.message
+
+
+HOSTILE = (
+    PrefillCase(3, 130, h_q=16, invalid="random", kv_layout="interleaved", q_layout="head_view", out_layout="swapped",
+                sink="mixed"),
+    PrefillCase(8, 70, h_q=70, d_qk=512, requests="empty", length="negative", kv_layout="reversed",
+                out_layout="padded", q_layout="padded", poison="inf"),
+    PrefillCase(5, 65, h_q=3, invalid="runs", kv_layout="unaligned", q_layout="swapped", out_layout="head_view",
+                requests="gaps", sink="+inf"),
+)
+
+
+@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case.name)
+def test_sparse_prefill_of_hostile_arrays(gpu, case):
+    """Unused rows NaN or Inf, views of larger buffers, guard bands around the results; one plan for two calls."""
+    given, machine = prefill_inputs.build(case), Machine(np, False, "simulated")
+    arrays = {name: getattr(given, name) for name in ("q", "kv", "indices")} | given.keywords()
+    arrays |= {name: guarded.array for name, guarded in given.outputs.items()}
+    on_device = {name: None if x is None else _over_host_memory(x) for name, x in arrays.items()}
+    for _ in range(2):
+        bits = prefill_checks.run_guarded(lambda: prefill_checks.call(case, given, **on_device), given, machine)
+        assert not isinstance(bits, Errors), bits.message
+        errors = prefill_checks.check(case, given, machine)
+        assert errors.message is None, errors.message
+    assert len(_plans.PLANS) == (case.kv_layout != "unaligned")
+
+
+def _over_host_memory(x):
+    """A device array that is the memory of a host array, which the simulated kernels read like any other."""
+    memory = cupy.cuda.UnownedMemory(x.ctypes.data, max(x.nbytes, 1), x, 0)
+    return cupy.ndarray(x.shape, x.dtype, cupy.cuda.MemoryPointer(memory, 0), x.strides)
 
 
 @pytest.mark.parametrize("count", [1, 5, 33])
