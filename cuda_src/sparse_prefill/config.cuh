@@ -34,9 +34,10 @@ struct alignas(1024) SharedStorage {
   uint64_t q_full, p_full, p_empty;
 };
 
-template <int kHeadDimQK_>
+template <int kHeadDimQK_, bool kFar_>
 struct Config {
   static constexpr int kHeadDimQK = kHeadDimQK_;
+  static constexpr bool kFar = kFar_;    // kv is larger than the L2: rows are brought there a block before they are copied
   static constexpr int kRows = 64;       // heads of one query token, the rows of a CTA
   static constexpr int kBlock = 64;      // tokens of a block
   static constexpr int kTiles = kHeadDimQK / 64;

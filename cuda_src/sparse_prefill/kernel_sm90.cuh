@@ -12,7 +12,8 @@
 //         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
 //         An output warp also gathers: dims of its half of 16 tokens of a block, into the stage that its warpgroup has just
 //         left; half 1 also the RoPE dims, once both have left the stage; half 0 also validity bits. Its indices are loaded
-//         a block ahead. Loads run on into the next items, with a prefetch of their Q to the L2.
+//         a block ahead (for the variant `far` two, and the rows are brought to the L2 then). Loads run on into the next items,
+//         with a prefetch of their Q to the L2.
 // order   The halves are told of P (n) only when Q K^T (n + 1) is nearly done, and keep the tensor cores busy while the score
 //         warpgroup is at its softmax of n + 1.
 // P (n) takes the place of the RoPE tile of its stage, which Q K^T (n) was the last to read.
@@ -67,7 +68,7 @@ template <class Config>
 struct Gatherer {
   const SparsePrefillParams& params;
   typename Config::Storage& smem;
-  int32_t index;  // of this lane's token of the block at the cursor; requested a block before it is needed
+  int32_t index;  // of this lane's token, see load_index; requested a block before it is needed
 
   static __device__ __forceinline__ int warp() { return ptx::tid_x() / 32 % 4; }
   __device__ __forceinline__ Cursor& cursor() const { return smem.cursor[output_half()][warp()]; }
@@ -91,6 +92,7 @@ struct Gatherer {
     const bool exists = (uint32_t)index < (uint32_t)max(cursor().kv_rows, 0);
     const bf16_t* row = cursor().kv + (exists ? index : 0) * params.kv_stride_token;
     const uint32_t valid = __ballot_sync(kFullWarp, exists);
+    if (Config::kFar && exists && tile::lane_id() >= 16) prefetch_row(row, half);
     if (half == 0) {
       if (tile::lane_id() == 0) smem.valid[stage].bits[warp()] = (uint16_t)valid;
       arrive_once_per_warp(smem_addr(&smem.full[stage][0]));
@@ -105,6 +107,13 @@ struct Gatherer {
     next_block(params, cursor());
     index = load_index(params, cursor());
     if (cursor().item != item) prefetch_query<Config>(params, cursor().item, half);
+  }
+
+  // Brings the dims of this half of a row to the L2.
+  static __device__ __forceinline__ void prefetch_row(const bf16_t* row, int half) {
+#pragma unroll
+    for (int dim = 0; dim < 256; dim += 64) ptx::prefetch_l2(row + 256 * half + dim);
+    if (Config::kRope && half == 1) ptx::prefetch_l2(row + 512);
   }
 
   // Eight lanes copy 128 bytes of a token, which the swizzle puts into eight different groups of banks; a warp four tokens.

@@ -80,7 +80,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
     return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_SCHED_META.values(),
             *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
             *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values(),
-            *_SPARSE_PREFILL.values())
+            *_SPARSE_PREFILL.values(), *_SPARSE_PREFILL_FAR.values())
 
 
 _DENSE_DECODE = {
@@ -105,11 +105,11 @@ _SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE, _PAGED_CROSSOVER_DECODE = 
      for layout in kv_format.FORMATS.values()}
     for tag, *flags in (("indices", "false", "false"), ("crossover", "false", "true"),
                         ("paged", "true", "false"), ("paged_crossover", "true", "true")))
-_SPARSE_PREFILL = {
-    ("bfloat16", d_qk): KernelSpec("sparse_prefill", "sm90", (str(d_qk),), ("bf16", f"d{d_qk}"), "SparsePrefillParams",
-                                   experimental=True)
-    for d_qk in sorted(HEAD_DIMS_QK, reverse=True)
-}
+_SPARSE_PREFILL, _SPARSE_PREFILL_FAR = (
+    {("bfloat16", d_qk): KernelSpec("sparse_prefill", "sm90", (str(d_qk), flag), ("bf16", f"d{d_qk}", tag),
+                                    "SparsePrefillParams", experimental=True)
+     for d_qk in sorted(HEAD_DIMS_QK, reverse=True)}
+    for tag, flag in (("near", "false"), ("far", "true")))
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
@@ -180,5 +180,6 @@ _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels,
     "sparse_decode.crossover": (_sparse_decode_reasons, _CROSSOVER_DECODE),
     "sparse_decode.paged": (_sparse_decode_reasons, _PAGED_FP8_DECODE),
     "sparse_decode.paged_crossover": (_sparse_decode_reasons, _PAGED_CROSSOVER_DECODE),
-    "sparse_prefill": (_sparse_prefill_reasons, _SPARSE_PREFILL),
+    "sparse_prefill.near": (_sparse_prefill_reasons, _SPARSE_PREFILL),
+    "sparse_prefill.far": (_sparse_prefill_reasons, _SPARSE_PREFILL_FAR),
 }

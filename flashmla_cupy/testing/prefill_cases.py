@@ -15,7 +15,7 @@ from flashmla_cupy.testing.sparse_cases import INVALID, INVALID_VALUES, LENGTHS,
 HEADS = (1, 3, 8, 16, 24, 63, 64, 65, 96, 126, 128, 192)
 WIDTHS = (1, 6, 63, 64, 65, 100, 128, 133, 192, 256, 512, 576, 1024, 2048, 2176)  # of index lists
 TOKENS = (1, 2, 5, 64, 131, 132, 133, 700)  # query tokens
-ROWS = (1, 5, 63, 64, 700, 4096, 30000)  # of kv
+ROWS = (1, 5, 63, 64, 700, 4096, 60000)  # of kv; the last is larger than the L2
 KV_LAYOUTS = ("dense", "interleaved", "offset", "padded", "unaligned", "reversed")
 REQUESTS = ("none", "one", "some", "empty", "gaps")  # cu_seqlens
 
@@ -108,6 +108,8 @@ def smoke() -> tuple[PrefillCase, ...]:
         PrefillCase(2, 65, h_q=5, q_layout="swapped", out_layout="padded", kv_layout="unaligned"),
         PrefillCase(1, 576, h_q=192, softmax_scale=0.1, invalid="tail"),
         PrefillCase(150, 20, h_q=2, length="random"),
+        PrefillCase(5, 300, h_q=16, s_kv=60000, length="random", invalid="random", unchanged=True),
+        PrefillCase(5, 300, h_q=70, s_kv=60000, d_qk=512, requests="some"),
     ]
     return _numbered(rows)
 
@@ -132,6 +134,9 @@ def corner() -> tuple[PrefillCase, ...]:
         rows += [PrefillCase(3, topk, h_q=h, d_qk=d_qk, s_kv=s_kv) for topk in WIDTHS for h in (16, 128)
                  for s_kv in (5, 4096)]
         rows += [PrefillCase(s_q, 70, h_q=h, d_qk=d_qk) for s_q in TOKENS for h in (16, 128)]
+        rows += [PrefillCase(s_q, 200, h_q=h, d_qk=d_qk, s_kv=60000, length=length, invalid="random", kv_layout=kind)
+                 for s_q in (1, 200) for h in (16, 128) for length in ("none", "random")
+                 for kind in ("dense", "interleaved")]
         # Sinks, requests.
         rows += [PrefillCase(5, topk, h_q=h, d_qk=d_qk, sink=sink, invalid=invalid) for topk in (64, 512)
                  for h in (16, 128) for sink in SINKS[1:] for invalid in ("none", "head")]

@@ -30,6 +30,7 @@ SPARSE_CASES = (
 PREFILL_CASES = (
     PrefillCase(3, 100, h_q=16, invalid="random", requests="some"),
     PrefillCase(70, 70, h_q=130, length="random", sink="mixed", kv_layout="interleaved"),
+    PrefillCase(3, 200, h_q=16, s_kv=60000, length="random"),
     PrefillCase(2, 200, h_q=8, s_kv=5, d_qk=512, out_layout="padded"),
 )
 FP8_DENSE_CASES = (
