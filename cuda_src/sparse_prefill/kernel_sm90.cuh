@@ -239,8 +239,9 @@ __device__ __forceinline__ void compute_scores(const SparsePrefillParams& params
       issue_scores<Config>(s, q, smem, ring);
       ptx::wgmma_wait_group<1>();
       if (pending) arrive_once_per_warp(smem_addr(&smem.p_full));
+      const attention::TokenValidity valid = smem.valid[ring.stage];  // on its way while the last tile is multiplied
       ptx::wgmma_wait_group<0>();
-      attention::mask_invalid(s, smem.valid[ring.stage]);
+      attention::mask_invalid(s, valid);
       float max0, max1, rescale0, rescale1;
       attention::row_max(s, max0, max1);
       max_score0 = fmaxf(max_score0, max0);
