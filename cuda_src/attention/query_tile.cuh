@@ -1,4 +1,5 @@
-// 64 rows of Q for a score warpgroup: the first steps of 16 dims as wgmma A fragments, the rest in shared memory.
+// 64 rows of Q for a score warpgroup: the first steps of 16 dims as wgmma A fragments, the rest in shared memory. The
+// functions are the steps of loading it, for the caller to put between other work.
 #pragma once
 #include "common/types.cuh"
 #include "ptx/cp_async.cuh"
@@ -24,47 +25,54 @@ __device__ __forceinline__ void copy_query_rest(RowPointer row_pointer, int rows
   }
 }
 
-// The first kSteps x 16 dims, on their way to registers. A lane loads 16 bytes of its row for two steps; four lanes then
-// trade, so that each holds its columns. The odd step left over is loaded as it is held.
-template <int kSteps>
-struct QueryLoads {
-  static constexpr int kPairs = kSteps / 2, kOddStep = kSteps - 1;
+// Starts the loads of the first kSteps x 16 dims, as they lie in memory: a lane loads 16 bytes of each of its two rows for two
+// steps; the odd step left over as it is held. What waits between this and `arrange_query` keeps ptxas from moving the later
+// loads behind the earlier.
+template <int kSteps, class RowPointer>
+__device__ __forceinline__ void request_query(RowPointer row_pointer, uint32_t (&q)[kSteps][4]) {
   static_assert(kSteps % 2 == 1, "an odd step is left over");
-  uint4 chunk[2][kPairs];
-  uint32_t odd[4];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const auto* row = row_pointer(tile::fragment_row_again() + 8 * r);
+    const uint4* src = reinterpret_cast<const uint4*>(row) + (tile::lane_id() & 3);
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; i++) {
+      const uint4 v = ptx::ld_global_v4(src + 4 * i);
+      q[2 * i + r][0] = v.x;
+      q[2 * i + r][1] = v.y;
+      q[2 * i + r][2] = v.z;
+      q[2 * i + r][3] = v.w;
+    }
+    const int32_t* odd = reinterpret_cast<const int32_t*>(row) + (tile::lane_id() & 3) + 8 * (kSteps - 1);
+    q[kSteps - 1][r] = ptx::ld_global(odd);
+    q[kSteps - 1][2 + r] = ptx::ld_global(odd + 4);
+  }
+}
 
-  // Starts the loads. What waits between this and `arrange` keeps ptxas from moving the later ones behind the earlier.
-  template <class RowPointer>
-  __device__ __forceinline__ void request(RowPointer row_pointer) {
+// Makes wgmma A fragments of what was requested: four lanes trade, so that each holds its columns. Rows from `rows` on become
+// zero: multiplying zeros takes the least power.
+template <int kSteps>
+__device__ __forceinline__ void arrange_query(int rows, uint32_t (&q)[kSteps][4]) {
+  const uint32_t keep[2] = {tile::fragment_row_again() < rows ? ~0u : 0u, tile::fragment_row_again() + 8 < rows ? ~0u : 0u};
+#pragma unroll
+  for (int i = 0; i < 4; i++) q[kSteps - 1][i] &= keep[i % 2];
+#pragma unroll
+  for (int i = 0; i < kSteps / 2; i++) {
+    uint32_t v[2][4];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const auto* row = row_pointer(tile::fragment_row_again() + 8 * r);
-      const uint4* src = reinterpret_cast<const uint4*>(row) + (tile::lane_id() & 3);
 #pragma unroll
-      for (int i = 0; i < kPairs; i++) chunk[r][i] = ptx::ld_global_v4(src + 4 * i);
-      const int32_t* last = reinterpret_cast<const int32_t*>(row) + (tile::lane_id() & 3) + 8 * kOddStep;
-      odd[r] = ptx::ld_global(last);
-      odd[2 + r] = ptx::ld_global(last + 4);
+      for (int j = 0; j < 4; j++) v[r][j] = q[2 * i + r][j];
+      tile::quad_transpose(v[r]);
     }
-  }
-  // Rows from `rows` on become zero: multiplying zeros takes the least power.
-  __device__ __forceinline__ void arrange(int rows, uint32_t (&q)[kSteps][4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; i++) q[kOddStep][i] = odd[i] & (tile::fragment_row_again() + 8 * (i % 2) < rows ? ~0u : 0u);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const uint32_t keep = tile::fragment_row_again() + 8 * r < rows ? ~0u : 0u;
-#pragma unroll
-      for (int i = 0; i < kPairs; i++) {
-        uint32_t v[4] = {chunk[r][i].x, chunk[r][i].y, chunk[r][i].z, chunk[r][i].w};
-        tile::quad_transpose(v);
-        q[2 * i][r] = v[0] & keep;
-        q[2 * i][2 + r] = v[1] & keep;
-        q[2 * i + 1][r] = v[2] & keep;
-        q[2 * i + 1][2 + r] = v[3] & keep;
-      }
+      q[2 * i][r] = v[r][0] & keep[r];
+      q[2 * i][2 + r] = v[r][1] & keep[r];
+      q[2 * i + 1][r] = v[r][2] & keep[r];
+      q[2 * i + 1][2 + r] = v[r][3] & keep[r];
     }
   }
-};
+}
 
 }  // namespace flashmla::attention

@@ -13,7 +13,7 @@
 //         An output warp also gathers: dims of its half of 16 tokens of a block, into the stage that its warpgroup has just
 //         left; half 1 also the RoPE dims, once both have left the stage; half 0 also validity bits. Its indices are loaded
 //         a block ahead (for the variant `far` two, and the rows are brought to the L2 then). Loads run on into the next items,
-//         with a prefetch of their Q to the L2.
+//         with a prefetch of their Q to the L2; Q of the next item comes under the softmax of an item's last block.
 // order   The halves are told of P (n) only when Q K^T (n + 1) is nearly done, and keep the tensor cores busy while the score
 //         warpgroup is at its softmax of n + 1.
 // P (n) takes the place of the RoPE tile of its stage, which Q K^T (n) was the last to read.
@@ -138,21 +138,22 @@ struct Gatherer {
 };
 
 // ---- scores -----------------------------------------------------------------------------------------------------
-// No warp reads the Q of the item before any more: all have passed the barrier of its last block. The copies complete on an
-// mbarrier, for a wait for this thread's copies is moved up by ptxas, between the loads. The fence that makes them visible to
-// wgmma is that of the first block.
+// Q of an item in two steps. First what becomes register operands: as soon as Q K^T of the item before is done with them, so
+// that it arrives under the softmax.
 template <class Config>
-__device__ __forceinline__ void load_query(const SparsePrefillParams& params, const Item& item,
-                                           typename Config::Storage& smem, uint32_t parity,
-                                           uint32_t (&q)[Config::kQRegSteps][4]) {
-  const auto row_pointer = [&](int row) { return query_row(params, item, row); };
-  const int rows = params.h_q - item.first_head;
-  attention::copy_query_rest<Config::kRope>(row_pointer, rows, smem_addr(smem.q_rope), smem_addr(smem.q_piece));
+__device__ __forceinline__ void request_query(const SparsePrefillParams& params, int item,
+                                              uint32_t (&q)[Config::kQRegSteps][4]) {
+  const Item at = item_at(params, item);
+  attention::request_query([&](int row) { return query_row(params, at, row); }, q);
+}
+// Then the rest, to shared memory, when no warp reads that any more. The copies complete on an mbarrier, for a wait for this
+// thread's copies is moved up by ptxas, between the loads. The fence that makes them visible to wgmma is that of the first block.
+template <class Config>
+__device__ __forceinline__ void copy_query_rest(const SparsePrefillParams& params, int item, typename Config::Storage& smem) {
+  const Item at = item_at(params, item);
+  attention::copy_query_rest<Config::kRope>([&](int row) { return query_row(params, at, row); }, params.h_q - at.first_head,
+                                            smem_addr(smem.q_rope), smem_addr(smem.q_piece));
   ptx::cp_async_mbarrier_arrive_noinc(smem_addr(&smem.q_full));
-  attention::QueryLoads<Config::kQRegSteps> loads;
-  loads.request(row_pointer);
-  tile::wait(smem_addr(&smem.q_full), parity);
-  loads.arrange(rows, q);
 }
 
 // The order in which tiles of K are used is that in which they arrive: piece by piece, both halves of each, RoPE at the end.
@@ -222,12 +223,19 @@ __device__ __forceinline__ void compute_scores(const SparsePrefillParams& params
   uint32_t parities = 0;
   uint32_t q[Config::kQRegSteps][4];
   float s[32];
+  int next = next_item(params, blockIdx.x);  // whose Q is loaded next: the next that attends to anything
+  if (next < params.items) {
+    request_query<Config>(params, next, q);
+    copy_query_rest<Config>(params, next, smem);
+  }
 #pragma unroll 1
   for (int item = blockIdx.x; item < params.items; item += gridDim.x) {
     int blocks_left = blocks_of(params, item_at(params, item).token);
     if (blocks_left > 0) {
-      load_query<Config>(params, item_at(params, item), smem, parities >> 1 & 1, q);
+      attention::arrange_query(params.h_q - item_at(params, item).first_head, q);
+      tile::wait(smem_addr(&smem.q_full), parities >> 1 & 1);
       parities ^= 2;
+      next = next_item(params, item + gridDim.x);
     }
     // Rows past the last head get an infinite maximum: their probabilities are zero, like their queries.
     const int head = item_at(params, item).first_head + tile::fragment_row_again();
@@ -236,11 +244,13 @@ __device__ __forceinline__ void compute_scores(const SparsePrefillParams& params
     float max_score0 = -infinity(), max_score1 = -infinity();  // exact, unlike what probabilities are relative to
     bool pending = false;  // P of the block before is not announced yet
     for (; blocks_left > 0; blocks_left--) {
+      const bool last = blocks_left == 1;
       issue_scores<Config>(s, q, smem, ring);
       ptx::wgmma_wait_group<1>();
       if (pending) arrive_once_per_warp(smem_addr(&smem.p_full));
       const attention::TokenValidity valid = smem.valid[ring.stage];  // on its way while the last tile is multiplied
       ptx::wgmma_wait_group<0>();
+      if (last && next < params.items) request_query<Config>(params, next, q);
       attention::mask_invalid(s, valid);
       float max0, max1, rescale0, rescale1;
       attention::row_max(s, max0, max1);
@@ -251,12 +261,11 @@ __device__ __forceinline__ void compute_scores(const SparsePrefillParams& params
 
       parities ^= 1;
       tile::wait(smem_addr(&smem.p_empty), parities & 1);
-      ptx::bar_sync(kScoreBarrier, 128);  // no warp's Q K^T reads the RoPE tile any more
+      ptx::bar_sync(kScoreBarrier, 128);  // no warp's Q K^T reads the RoPE tile, or Q, any more
       uint32_t p[4][4];
       attention::pack_probabilities<bf16_t>(s, p);
       attention::store_probabilities(p, smem_addr(smem.rope_or_p[ring.stage]), threadIdx.x % 128);
       ring.advance();
-      const bool last = blocks_left == 1;
       if (last) {
         state0.sum = tile::quad_sum(state0.sum);
         state1.sum = tile::quad_sum(state1.sum);
@@ -272,7 +281,10 @@ __device__ __forceinline__ void compute_scores(const SparsePrefillParams& params
         }
       }
       pending = !last;
-      if (last) arrive_once_per_warp(smem_addr(&smem.p_full));
+      if (last) {
+        arrive_once_per_warp(smem_addr(&smem.p_full));
+        if (next < params.items) copy_query_rest<Config>(params, next, smem);
+      }
     }
     const Item at = item_at(params, item);
     const int head_again = at.first_head + tile::fragment_row_again();

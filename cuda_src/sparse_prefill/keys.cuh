@@ -27,6 +27,12 @@ __device__ __forceinline__ int blocks_of(const SparsePrefillParams& params, int 
   return ceil_div(list_length(params, token), 64);
 }
 
+// The first of this CTA's items from `item` on that attends to anything.
+__device__ __forceinline__ int next_item(const SparsePrefillParams& params, int item) {
+  while (item < params.items && list_length(params, item_at(params, item).token) == 0) item += gridDim.x;
+  return item;
+}
+
 // A row of Q of an item; rows past the last head give the last.
 __device__ __forceinline__ const bf16_t* query_row(const SparsePrefillParams& params, const Item& item, int row) {
   return reinterpret_cast<const bf16_t*>(params.q) + item.token * params.q_stride_token +
@@ -68,15 +74,15 @@ __device__ __forceinline__ int32_t load_index(const SparsePrefillParams& params,
 
 // Moves a cursor to `item`, or the next of this CTA that has anything to attend to. The same in all lanes of the warp.
 __device__ __forceinline__ void enter_item(const SparsePrefillParams& params, Cursor& at, int item) {
+  item = next_item(params, item);
   int left = 0;
   Item where{};
-  for (; item < params.items; item += gridDim.x) {
+  KeyRange keys{};
+  if (item < params.items) {
     where = item_at(params, item);
     left = list_length(params, where.token);
-    if (left > 0) break;
+    keys = keys_of(params, where.token);
   }
-  KeyRange keys{};
-  if (item < params.items) keys = keys_of(params, where.token);
   __syncwarp();  // the lanes have read what the cursor was
   if (ptx::tid_x() % 32 == 0) {
     at.entries = params.indices + where.token * params.indices_stride_token;
