@@ -72,13 +72,10 @@ struct Gatherer {
 
   static __device__ __forceinline__ int warp() { return ptx::tid_x() / 32 % 4; }
   __device__ __forceinline__ Cursor& cursor() const { return smem.cursor[output_half()][warp()]; }
-  __device__ __forceinline__ void advance_to(int item) {
-    enter_item(params, cursor(), item);
-    index = load_index(params, cursor());
-  }
 
   __device__ __forceinline__ void begin() {
-    advance_to(blockIdx.x);
+    enter_item(params, cursor(), blockIdx.x);
+    index = load_index(params, cursor());
 #pragma unroll 1
     for (int stage = 0; stage < Config::kStages; stage++) gather(stage, 1);
   }
@@ -92,7 +89,6 @@ struct Gatherer {
     const bool exists = (uint32_t)index < (uint32_t)max(cursor().kv_rows, 0);
     const bf16_t* row = cursor().kv + (exists ? index : 0) * params.kv_stride_token;
     const uint32_t valid = __ballot_sync(kFullWarp, exists);
-    if (Config::kFar && exists && tile::lane_id() >= 16) prefetch_row(row, half);
     if (half == 0) {
       if (tile::lane_id() == 0) smem.valid[stage].bits[warp()] = (uint16_t)valid;
       arrive_once_per_warp(smem_addr(&smem.full[stage][0]));
@@ -104,6 +100,7 @@ struct Gatherer {
       copy_piece(stage, piece, row, valid, with_rope);
       ptx::cp_async_mbarrier_arrive_noinc(smem_addr(&smem.full[stage][piece]));
     }
+    if (Config::kFar && tile::lane_id() >= 16 && (valid >> tile::lane_id() & 1)) prefetch_row(row, half);
     next_block(params, cursor());
     index = load_index(params, cursor());
     if (cursor().item != item) prefetch_query<Config>(params, cursor().item, half);
