@@ -59,7 +59,7 @@ def cli() -> None:
     "--op",
     "ops",
     multiple=True,
-    type=click.Choice(["sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode"]),
+    type=click.Choice(["sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode", "sparse_prefill"]),
     help="Only this op; may be repeated.",
 )
 @click.option("--suite", type=click.Choice(["smoke", "corner", "full"]), default="smoke", show_default=True)
@@ -131,7 +131,8 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
 
 
 @cli.command()
-@click.option("--op", type=click.Choice(["dense_decode", "sparse_decode"]), default="dense_decode", show_default=True)
+@click.option("--op", type=click.Choice(["dense_decode", "sparse_decode", "sparse_prefill"]), default="dense_decode",
+              show_default=True)
 @click.option("--case", "pattern", help="Only rows whose name contains this, such as '128,16' or 'graph'.")
 @click.option("--peer-lib", "peer_paths", multiple=True, type=click.Path(),
               help="A torch extension with FlashMLA's or FlashAttention-3's kernels to measure beside ours; may be "

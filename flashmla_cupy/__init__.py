@@ -15,6 +15,7 @@ del env
 _EXPORTS = {  # public name -> module that defines it, imported at first use
     "get_mla_metadata": "flashmla_cupy.ops.sched_meta",
     "flash_mla_with_kvcache": "flashmla_cupy.ops.decode",
+    "flash_mla_sparse_fwd": "flashmla_cupy.ops.sparse_prefill",
     "mla_workspace_bytes": "flashmla_cupy.ops.dense_decode",
     "merge_states": "flashmla_cupy.ops.combine",
     "quantize_kv_cache": "flashmla_cupy.ops.kv_quant",

@@ -1,6 +1,6 @@
-"""Drop-in for the decode of the `flash_mla` package: torch tensors in, torch tensors out.
+"""Drop-in for decode and sparse prefill of the `flash_mla` package: torch tensors in, torch tensors out.
 
-    from flashmla_cupy.torch import flash_mla_with_kvcache, get_mla_metadata
+    from flashmla_cupy.torch import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 Function names, argument order and results are FlashMLA's, in both of its forms: get_mla_metadata with arguments gives
 (tile_scheduler_metadata, num_splits) tensors, without arguments a FlashMLASchedMeta that plans at its first use. The
@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from flashmla_cupy.backends import describe
-from flashmla_cupy.ops import _checks, decode, sched_meta, sparse_decode
+from flashmla_cupy.ops import _checks, decode, sched_meta, sparse_decode, sparse_prefill
 from flashmla_cupy.ops import _device as ops_device
 
-__all__ = ["FlashMLASchedMeta", "get_mla_metadata", "flash_mla_with_kvcache"]
+__all__ = ["FlashMLASchedMeta", "get_mla_metadata", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"]
 
 _NUMPY_DTYPES = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16), torch.float16: np.dtype(np.float16),
@@ -140,8 +140,41 @@ def flash_mla_with_kvcache(
         if sched is not None and not sched.have_initialized:
             sched.have_initialized, sched.config = True, config
             sched.tile_scheduler_metadata, sched.num_splits = tile_scheduler_metadata, num_splits
-        lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)  # one kernel: -inf becomes +inf
+        _mark_empty(lse)
     return out, lse
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int = 512,
+    attn_sink: torch.Tensor | None = None, topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """flashmla_cupy.flash_mla_sparse_fwd on torch tensors, see there. Without gradients.
+
+    Returns:
+        out (s_q, h_q, 512) of q's dtype, max_logits (s_q, h_q) float32, -inf where a token attends to nothing, and lse
+        (s_q, h_q) float32, +inf there.
+
+    Raises:
+        as flashmla_cupy.flash_mla_sparse_fwd.
+    """
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q: got {describe(q)}, expected a torch.Tensor")
+    if q.dim() != 3:
+        raise ValueError(f"q: got shape {tuple(q.shape)}, expected 3 axes (s_q, h_q, d_qk)")
+    with _torch_runs(q.device):
+        out = torch.empty((*q.shape[:2], _checks.HEAD_DIM_V), dtype=q.dtype, device=q.device)
+        max_logits, lse = (torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
+        sparse_prefill.flash_mla_sparse_fwd(
+            _share("q", q), _share("kv", kv), _share("indices", indices), sm_scale, d_v,
+            _share("attn_sink", attn_sink), _share("topk_length", topk_length), out=_share("out", out),
+            max_logits=_share("max_logits", max_logits), lse=_share("lse", lse))
+        _mark_empty(lse)
+    return out, max_logits, lse
+
+
+def _mark_empty(lse: torch.Tensor) -> None:
+    """FlashMLA's convention: +inf instead of -inf where nothing is attended to."""
+    lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)  # one kernel
 
 
 def _first_plan(arguments: dict[str, Any], q: torch.Tensor, k_cache: torch.Tensor, cache_seqlens: torch.Tensor | None,

@@ -1,4 +1,5 @@
-"""What a call writes into is memory of its own: no byte of out, lse or workspace belongs to another argument.
+"""What a call writes into (out, max_logits, lse, workspace) is memory of its own: no byte of it belongs to another
+argument.
 
 Only addresses and strides are looked at, so this serves NumPy and CuPy arrays alike and never synchronises.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-_WRITTEN = ("out", "lse", "workspace")
+_WRITTEN = ("out", "max_logits", "lse", "workspace")
 _MAX_WORK = 1 << 14  # candidates that NumPy tries (about 1 ms) before interleaved views count as overlapping
 _MAX_KNOWN = 4096  # sets of addresses: layers times the buffers that they take turns with
 
@@ -55,4 +56,4 @@ class Watch:
 
 def watch(arrays: dict[str, Any]) -> Watch | None:
     """For a plan that is made for such arguments; None where its calls write into new memory only."""
-    return Watch(arrays) if any(arrays[name] is not None for name in _WRITTEN) else None
+    return Watch(arrays) if any(arrays.get(name) is not None for name in _WRITTEN) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from flashmla_cupy import kv_format
@@ -80,7 +80,8 @@ def all_specs() -> tuple[KernelSpec, ...]:
     return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_COMBINE_HALF.values(), *_SCHED_META.values(),
             *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
             *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values(),
-            *_FEW_ROWS_DECODE.values(), *_PAGED_FEW_ROWS_DECODE.values())
+            *_FEW_ROWS_DECODE.values(), *_PAGED_FEW_ROWS_DECODE.values(),
+            *_SPARSE_PREFILL.values(), *_SPARSE_PREFILL_FAR.values())
 
 
 _DENSE_DECODE = {
@@ -113,6 +114,11 @@ _FEW_ROWS_DECODE, _PAGED_FEW_ROWS_DECODE = (
                                                   ("sparse_decode::FewRows<kv_format::V32>", paged, "false"),
                                                   (kv_format.V32.name, tag), "SparseDecodeParams", experimental=True)}
     for tag, paged in (("few_indices", "false"), ("few_paged", "true")))
+_SPARSE_PREFILL, _SPARSE_PREFILL_FAR = (
+    {("bfloat16", d_qk): KernelSpec("sparse_prefill", "sm90", (str(d_qk), flag), ("bf16", f"d{d_qk}", tag),
+                                    "SparsePrefillParams", experimental=True)
+     for d_qk in sorted(HEAD_DIMS_QK, reverse=True)}
+    for tag, flag in (("near", "false"), ("far", "true")))
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
@@ -156,13 +162,14 @@ def _kv_quant_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
     return reasons
 
 
-def _sparse_decode_reasons(problem: Problem, device: DeviceInfo,
-                           table: dict[tuple[str, int], KernelSpec] | None = None) -> list[str]:
-    table = _SPARSE_DECODE if table is None else table
-    reasons = _capability_reasons(device, (9, 0), only_major=True)
-    if (problem.dtype, problem.d_qk) not in table:
-        known = " or ".join(f"{dtype} with {d_qk}" for dtype, d_qk in table)
-        reasons.append(f"dtype, d_qk: got {problem.dtype} with {problem.d_qk}, expected {known}")
+def _on_hopper(table: dict[tuple[str, int], KernelSpec]) -> Callable[[Problem, DeviceInfo], list[str]]:
+    def reasons(problem: Problem, device: DeviceInfo) -> list[str]:
+        found = _capability_reasons(device, (9, 0), only_major=True)
+        if (problem.dtype, problem.d_qk) not in table:
+            known = " or ".join(f"{dtype} with {d_qk}" for dtype, d_qk in table)
+            found.append(f"dtype, d_qk: got {problem.dtype} with {problem.d_qk}, expected {known}")
+        return found
+
     return reasons
 
 
@@ -170,10 +177,6 @@ def serves_few_rows(dtype: str, d_qk: int) -> bool:
     """Whether `select` may hand out an FP8 decode kernel for few query rows now."""
     spec = _FEW_ROWS_DECODE.get((dtype, d_qk))
     return spec is not None and selectable(spec)
-
-
-def _few_rows_reasons(problem: Problem, device: DeviceInfo) -> list[str]:
-    return _sparse_decode_reasons(problem, device, _FEW_ROWS_DECODE)
 
 
 _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels, the preferred one first
@@ -184,10 +187,12 @@ _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels,
     "kv_quant.quantize": (_kv_quant_reasons, _QUANTIZE),
     "kv_quant.dequantize": (_kv_quant_reasons, _DEQUANTIZE),
     "kv_quant.token_indices": (_sched_meta_reasons, _TOKEN_INDICES),
-    "sparse_decode.indices": (_sparse_decode_reasons, _SPARSE_DECODE),
-    "sparse_decode.crossover": (_sparse_decode_reasons, _CROSSOVER_DECODE),
-    "sparse_decode.paged": (_sparse_decode_reasons, _PAGED_FP8_DECODE),
-    "sparse_decode.paged_crossover": (_sparse_decode_reasons, _PAGED_CROSSOVER_DECODE),
-    "sparse_decode.few_indices": (_few_rows_reasons, _FEW_ROWS_DECODE),
-    "sparse_decode.few_paged": (_few_rows_reasons, _PAGED_FEW_ROWS_DECODE),
+    "sparse_decode.indices": (_on_hopper(_SPARSE_DECODE), _SPARSE_DECODE),
+    "sparse_decode.crossover": (_on_hopper(_CROSSOVER_DECODE), _CROSSOVER_DECODE),
+    "sparse_decode.paged": (_on_hopper(_PAGED_FP8_DECODE), _PAGED_FP8_DECODE),
+    "sparse_decode.paged_crossover": (_on_hopper(_PAGED_CROSSOVER_DECODE), _PAGED_CROSSOVER_DECODE),
+    "sparse_decode.few_indices": (_on_hopper(_FEW_ROWS_DECODE), _FEW_ROWS_DECODE),
+    "sparse_decode.few_paged": (_on_hopper(_PAGED_FEW_ROWS_DECODE), _PAGED_FEW_ROWS_DECODE),
+    "sparse_prefill.near": (_on_hopper(_SPARSE_PREFILL), _SPARSE_PREFILL),
+    "sparse_prefill.far": (_on_hopper(_SPARSE_PREFILL_FAR), _SPARSE_PREFILL_FAR),
 }

@@ -1,4 +1,5 @@
-"""NumPy mirrors of the structs in cuda_src/common/params.cuh. Drift between the two is a compile error.
+"""NumPy mirrors of the structs in cuda_src/common/params.cuh and cuda_src/<op>/params.cuh. Drift between the two is a
+compile error.
 
 Pointers are uint64 device addresses; strides are int64 in elements; a tensor map is 128 bytes (tensor_map.encode).
 """
@@ -51,6 +52,16 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
         ("f32", "scale_log2"),
         ("u32", "h_q_magic"),
         ("i32", "h_q_shift reserved"),
+    ],
+    "SparsePrefillParams": [
+        ("ptr", "q kv indices topk_length attn_sink cu_seqlens_q cu_seqlens_kv out max_logits lse"),
+        ("i64", "q_stride_token q_stride_head kv_stride_token indices_stride_token out_stride_token out_stride_head"),
+        ("i64", "max_logits_stride_token max_logits_stride_head lse_stride_token lse_stride_head"),
+        ("i32", "items head_blocks"),
+        ("u32", "head_blocks_magic"),
+        ("i32", "head_blocks_shift h_q s_kv topk requests"),
+        ("f32", "scale_log2"),
+        ("i32", "reserved"),
     ],
     "CombineParams": [
         ("ptr", "o_partial lse_partial out lse metadata num_splits attn_sink"),

@@ -1,4 +1,4 @@
-"""Timing of the decode kernels: ours and the peers interleaved in one run, by CUDA events.
+"""Timing of the attention kernels: ours and the peers interleaved in one run, by CUDA events.
 
 Large rows: the L2 is flushed before each call, median of the repetitions. Small rows: the time of one call inside a
 CUDA graph that cycles through caches which together are many times the L2. Metadata and outputs are given to every
@@ -25,12 +25,13 @@ from flashmla_cupy.errors import FlashMLAError
 from flashmla_cupy.ops import _select
 from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 from flashmla_cupy.runtime import env
-from flashmla_cupy.testing import bench_data, first_call, sparse_bench, trace, work_model
-from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, SparseBenchCase
+from flashmla_cupy.testing import bench_data, first_call, prefill_bench, sparse_bench, trace, work_model
+from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, PrefillBenchCase, SparseBenchCase
 from flashmla_cupy.testing.bench_data import BenchData
 from flashmla_cupy.testing.peers import Peer, as_torch, serving
 
 OURS = "flashmla_cupy"
+_MODULES = {SparseBenchCase: sparse_bench, PrefillBenchCase: prefill_bench}  # the other rows are dense decode
 _FLUSH_BYTES = 512 << 20
 _SAME_RESULT = 0.02  # relative to the largest output; beyond it ours and a peer did not compute the same thing
 
@@ -94,12 +95,12 @@ def measure(case: AnyCase, peers: list[Peer], *, graph: bool | None = None, repe
 
 
 def _build(case: AnyCase, graph: bool) -> Any:
-    return (sparse_bench if isinstance(case, SparseBenchCase) else bench_data).build(case, graph)
+    return _MODULES.get(type(case), bench_data).build(case, graph)
 
 
 def ours(case: AnyCase, data: Any) -> Callable[[int], Any]:
-    """call(i): one decode on cache i with metadata, outputs and workspace given, returning `out`."""
-    return sparse_bench.ours(case, data) if isinstance(case, SparseBenchCase) else _ours_dense(case, data)
+    """call(i): one call on cache i with metadata, outputs and workspace given, returning `out`."""
+    return _MODULES[type(case)].ours(case, data) if type(case) in _MODULES else _ours_dense(case, data)
 
 
 def _ours_dense(case: BenchCase, data: BenchData) -> Callable[[int], Any]:

@@ -126,9 +126,47 @@ SPARSE_DECODE = tuple(
         (16, 128, 1, 2048, 16384, True),
     )
 )
+
+
+@dataclass(frozen=True)
+class PrefillBenchCase:
+    """Sparse prefill, bf16: every query token attends to topk random rows of kv."""
+
+    s_q: int
+    s_kv: int
+    h_q: int
+    topk: int
+    d_qk: int = 576
+    small: bool = False
+
+    d_v: int = 512
+
+    @property
+    def name(self) -> str:
+        """As in the tables: "4096,32768,128,1024 d512"."""
+        words = [f"{self.s_q},{self.s_kv},{self.h_q},{self.topk}"]
+        return " ".join(words + ["d512"] * (self.d_qk == 512))
+
+
+SPARSE_PREFILL = tuple(
+    PrefillBenchCase(4096, *row)
+    for row in (
+        (8192, 128, 2048),
+        (32768, 128, 2048),
+        (131072, 128, 2048),
+        (32768, 64, 2048),
+        (32768, 64, 512, 512),
+        (32768, 128, 1024, 512),
+        (32768, 32, 2048),
+        (32768, 16, 2048),
+        (32768, 8, 2048),
+    )
+)
 FP8_DENSE = tuple(BenchCase(128, h_q, 1, 8192, fp8=True) for h_q in (128, 16, 64))  # each is in DENSE_DECODE, in bf16
-AnyCase = BenchCase | SparseBenchCase
-ROWS = {"dense_decode": DENSE_DECODE, "sparse_decode": SPARSE_DECODE + FP8_DENSE}
+AnyCase = BenchCase | SparseBenchCase | PrefillBenchCase
+ROWS = {
+    "dense_decode": DENSE_DECODE, "sparse_decode": SPARSE_DECODE + FP8_DENSE, "sparse_prefill": SPARSE_PREFILL
+}
 
 
 def select(pattern: str | None, op: str = "dense_decode") -> tuple[AnyCase, ...]:

@@ -15,7 +15,17 @@ from flashmla_cupy.ops.sched_meta import overhead_blocks
 from flashmla_cupy.reference import combine as reference_combine
 from flashmla_cupy.reference import dense_decode as reference_decode
 from flashmla_cupy.reference import sched_meta as reference_sched
-from flashmla_cupy.testing import cases, inputs, kv_quant_checks, plain, scenarios, sparse_checks, sparse_scenarios
+from flashmla_cupy.testing import (
+    cases,
+    inputs,
+    kv_quant_checks,
+    plain,
+    prefill_checks,
+    prefill_scenarios,
+    scenarios,
+    sparse_checks,
+    sparse_scenarios,
+)
 from flashmla_cupy.testing.cases import HEAD_DIM_V, Case
 from flashmla_cupy.testing.compare import Errors, compare
 from flashmla_cupy.testing.guarded import run_guarded, same_bits
@@ -39,6 +49,7 @@ def collect(ops: tuple[str, ...], suite: str, machine: Machine) -> list[Check]:
         "sched_meta": _sched_meta_checks,
         "combine": _combine_checks,
         "sparse_decode": partial(_named_checks, "sparse_decode", (sparse_checks, sparse_scenarios)),
+        "sparse_prefill": partial(_named_checks, "sparse_prefill", (prefill_checks, prefill_scenarios)),
         "kv_quant": partial(_named_checks, "kv_quant", (kv_quant_checks,)),
     }
     unknown = sorted(set(ops) - set(build))
@@ -52,7 +63,7 @@ def _named_checks(op: str, modules: tuple[Any, ...], suite: str, machine: Machin
     return [Check(op, name, partial(run, machine)) for name, run in rows]
 
 
-OPS = ("sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode")
+OPS = ("sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode", "sparse_prefill")
 
 
 # ---- dense decode

@@ -1,4 +1,4 @@
-"""Run as a module in a fresh process: times the first decode call and prints a line of JSON (for bench.first_calls)."""
+"""Run as a module in a fresh process: times the first call and prints a line of JSON (for bench.first_calls)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(op: str = "dense_decode", flag: str = "") -> None:
     cp.cuda.Device().synchronize()
     context_seconds = time.perf_counter() - started
 
-    from flashmla_cupy import flash_mla_with_kvcache
+    from flashmla_cupy import flash_mla_sparse_fwd, flash_mla_with_kvcache
     from flashmla_cupy.ops._select import all_specs, experimental_kernels
     from flashmla_cupy.testing import trace
 
@@ -32,6 +32,8 @@ def main(op: str = "dense_decode", flag: str = "") -> None:
         started = time.perf_counter()
         if op == "sparse_decode":
             flash_mla_with_kvcache(q, fp8_cache, None, None, 512, is_fp8_kvcache=True, indices=indices)
+        elif op == "sparse_prefill":
+            flash_mla_sparse_fwd(q[0], cache.reshape(-1, 1, 576), indices, 576**-0.5)
         else:
             flash_mla_with_kvcache(q, cache, table, lengths, 512)
         cp.cuda.Device().synchronize()

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from flashmla_cupy.errors import FlashMLAError
-from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, SparseBenchCase
+from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, PrefillBenchCase, SparseBenchCase
 from flashmla_cupy.testing.bench_data import BenchData
+from flashmla_cupy.testing.prefill_bench import PrefillBenchData
 from flashmla_cupy.testing.sparse_bench import SparseBenchData
 
 
 @dataclass(frozen=True)
 class Peer:
-    """prepare(case, data) -> call(i): one decode on cache i, returning a torch output (batch, s_q, h_q, 512)."""
+    """prepare(case, data) -> call(i): one call on cache i, returning a torch output of the shape of ours."""
 
     name: str
     prepare: Callable[[Any, Any], Callable[[int], Any]]
@@ -54,7 +55,12 @@ def load(paths: list[str], op: str = "dense_decode") -> list[Peer]:
 
 
 def serving(case: AnyCase, peers: list[Peer]) -> list[Peer]:
-    """Those of an op's peers that have a kernel for `case`: none for dense decode over an FP8 cache."""
+    """Those of an op's peers that have a kernel for `case`.
+
+    None have one for dense decode over an FP8 cache; FlashMLA's sparse prefill takes multiples of 64 heads.
+    """
+    if isinstance(case, PrefillBenchCase):
+        return peers if case.h_q % 64 == 0 else []
     return [] if isinstance(case, BenchCase) and case.fp8 else peers
 
 
@@ -167,10 +173,19 @@ def _flash_mla_sparse(case: SparseBenchCase, data: SparseBenchData) -> Callable[
     return call
 
 
+def _flash_mla_prefill(case: PrefillBenchCase, data: PrefillBenchData) -> Callable[[int], Any]:
+    import torch
+
+    prefill = torch.ops._flashmla_C.sparse_prefill_fwd
+    q, indices, caches = as_torch(data.q), as_torch(data.indices), [*map(as_torch, data.caches)]
+    return lambda i: prefill(q, caches[i], indices, data.scale, case.d_v, None, None, None)[0]
+
+
 _KNOWN = {
     "dense_decode": {
         "_flashmla_C.dense_decode_fwd": Peer("FlashMLA", _flash_mla),
         "_vllm_fa3_C.fwd": Peer("FA3", _flash_attention_3),
     },
     "sparse_decode": {"_flashmla_C.sparse_decode_fwd": Peer("FlashMLA", _flash_mla_sparse)},
+    "sparse_prefill": {"_flashmla_C.sparse_prefill_fwd": Peer("FlashMLA", _flash_mla_prefill)},
 }

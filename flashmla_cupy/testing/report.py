@@ -119,6 +119,7 @@ def variants_table(specs: list[Any]) -> Table:
 
 BENCH_TITLES = {  # op -> title, what a row's name lists
     "dense_decode": ("Dense decode, bf16, page 64", "b,h_q,s_q,s_k"),
+    "sparse_prefill": ("Sparse prefill, bf16", "s_q,s_kv,h_q,topk"),
     "sparse_decode": ("Decode, FP8 cache, sparse and dense", "b,h_q,s_q,topk (dense: s_k)"),
 }
 

@@ -9,6 +9,7 @@ import sys
 
 from flashmla_cupy.testing.cases import CONTIGUOUS, Case
 from flashmla_cupy.testing.fp8_dense_cases import Fp8DenseCase
+from flashmla_cupy.testing.prefill_cases import PrefillCase
 from flashmla_cupy.testing.sparse_cases import SparseCase
 
 CASES = (
@@ -26,6 +27,12 @@ SPARSE_CASES = (
     SparseCase(133, batch=2, h_q=128, layout="d512", sink="mixed"),
     SparseCase(64, s_q=2, h_q=192, extra_topk=70, extra_page_size=48, length="random", cache_layout="interleaved"),
 )
+PREFILL_CASES = (
+    PrefillCase(3, 100, h_q=16, invalid="random", requests="some"),
+    PrefillCase(70, 70, h_q=130, length="random", sink="mixed", kv_layout="interleaved"),
+    PrefillCase(3, 200, h_q=16, s_kv=60000, length="random"),
+    PrefillCase(2, 200, h_q=8, s_kv=5, d_qk=512, out_layout="padded"),
+)
 FP8_DENSE_CASES = (
     Fp8DenseCase((65, 0, 130), h_q=16),
     Fp8DenseCase((200, 1), s_q=2, h_q=64, layout="d512", page_size=48, causal=True),
@@ -39,7 +46,16 @@ def main() -> None:
 
     import flashmla_cupy
     from flashmla_cupy.ops._select import experimental_kernels
-    from flashmla_cupy.testing import checks, fp8_dense_inputs, inputs, sparse_checks, sparse_inputs, trace
+    from flashmla_cupy.testing import (
+        checks,
+        fp8_dense_inputs,
+        inputs,
+        prefill_checks,
+        prefill_inputs,
+        sparse_checks,
+        sparse_inputs,
+        trace,
+    )
 
     cp.cuda.set_allocator(None)
     with experimental_kernels(), trace.launches() as names:
@@ -48,6 +64,9 @@ def main() -> None:
             cp.cuda.Device().synchronize()
         for case in SPARSE_CASES:
             sparse_checks.call(case, sparse_inputs.build(case, cp), cp)
+            cp.cuda.Device().synchronize()
+        for case in PREFILL_CASES:
+            prefill_checks.call(case, prefill_inputs.build(case, cp))
             cp.cuda.Device().synchronize()
         for case in FP8_DENSE_CASES:
             sparse_checks.call_dense(case, fp8_dense_inputs.build(case, cp), cp)

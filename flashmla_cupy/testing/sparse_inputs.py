@@ -54,7 +54,7 @@ def build(case: SparseCase, xp: Any = np) -> SparseInputs:
         extra = _selection(
             case, xp, 1, case.extra_topk, case.extra_tokens, case.extra_page_size, case.extra_length
         )
-    return SparseInputs(query(case, xp), cache, indices, lengths, _sink(case, xp), *extra, *outputs(case, xp))
+    return SparseInputs(query(case, xp), cache, indices, lengths, sinks(case, xp), *extra, *outputs(case, xp))
 
 
 def query(case: Any, xp: Any) -> Any:
@@ -129,7 +129,8 @@ def _lengths(kind: str, rng: np.random.Generator, batch: int, topk: int) -> np.n
     return lengths.astype(np.int32)
 
 
-def _sink(case: SparseCase, xp: Any) -> Any:
+def sinks(case: Any, xp: Any) -> Any:
+    """(h_q,) float32 as case.sink says, or None. case: any with sink, h_q and seed."""
     if case.sink == "none":
         return None
     values = [_SINKS[(head + case.seed) % len(_SINKS)] for head in range(case.h_q)]

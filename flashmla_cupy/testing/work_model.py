@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashmla_cupy.kv_format import FORMATS
-from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, SparseBenchCase
+from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, PrefillBenchCase, SparseBenchCase
 
 # Measured on one H200 (SXM): read bandwidth, and the matrix rate of this mix with operands resident on chip.
 H200_READ_GBPS = 4420.0
@@ -46,5 +46,13 @@ def sparse_decode(case: SparseBenchCase) -> Work:
     return Work(flop, case.keys * layout.row_bytes + 2.0 * case.batch * case.s_q * case.h_q * widths)
 
 
+def sparse_prefill(case: PrefillBenchCase) -> Work:
+    """byte: Q, O and the row of every key as often as it is named."""
+    keys, widths = case.s_q * case.topk, case.d_qk + case.d_v
+    return Work(2.0 * case.h_q * keys * widths, 2.0 * (keys * case.d_qk + case.s_q * case.h_q * widths))
+
+
 def of(case: AnyCase) -> Work:
+    if isinstance(case, PrefillBenchCase):
+        return sparse_prefill(case)
     return sparse_decode(case) if isinstance(case, SparseBenchCase) else dense_decode(case)

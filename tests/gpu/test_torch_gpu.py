@@ -9,7 +9,12 @@ torch = pytest.importorskip("torch")
 
 from flashmla_cupy.errors import UnsupportedError  # noqa: E402
 from flashmla_cupy.runtime import device as runtime_device  # noqa: E402
-from flashmla_cupy.torch import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata  # noqa: E402
+from flashmla_cupy.torch import (  # noqa: E402
+    FlashMLASchedMeta,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -148,3 +153,21 @@ def test_second_device():
     out, lse = flash_mla_with_kvcache(*moved, 512, *get_mla_metadata(moved[3], 128, 1))
     assert out.device.index == lse.device.index == 1 and torch.cuda.current_device() == 0
     assert np.array_equal(out.cpu().view(torch.int16).numpy(), expected[0].cpu().view(torch.int16).numpy())
+
+
+def test_sparse_prefill():
+    """Against float64 in torch; a token without an index gives zeros and +inf."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    shapes = (150, 70, 576), (900, 1, 576)
+    q, kv = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    indices = torch.randint(0, 900, (150, 1, 200), generator=generator, device="cuda", dtype=torch.int32)
+    indices[7] = -1
+    out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, 576**-0.5)
+    assert out.dtype == torch.bfloat16 and not out[7].any() and torch.isposinf(lse[7]).all()
+    keys = kv[indices[:, 0].clamp(min=0).long(), 0].double()
+    scores = torch.einsum("shd,skd->shk", q.double(), keys) * 576**-0.5
+    expected = torch.einsum("shk,skd->shd", scores.softmax(-1), keys[..., :512])
+    rows = [i for i in range(150) if i != 7]
+    torch.testing.assert_close(out[rows].double(), expected[rows], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(lse[rows].double(), scores.logsumexp(-1)[rows], rtol=2e-5, atol=5e-5)
+    torch.testing.assert_close(max_logits[rows].double(), scores.amax(-1)[rows], rtol=2e-5, atol=5e-5)

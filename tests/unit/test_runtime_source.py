@@ -72,7 +72,8 @@ def test_params_layout(name):
 
 @pytest.mark.parametrize("name", params.STRUCTS)
 def test_params_agree_with_the_header(name, fresh_runtime):
-    unit = f'#include "common/params.cuh"\n{params.static_asserts(name)}\n'
+    headers = sorted(path.relative_to(REPO / "cuda_src").as_posix() for path in REPO.glob("cuda_src/*/params.cuh"))
+    unit = "".join(f'#include "{header}"\n' for header in headers) + params.static_asserts(name)
     fresh_runtime._run_nvrtc(TOY, unit, fresh_runtime.options("sm_90a"))
 
 

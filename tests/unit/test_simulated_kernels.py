@@ -15,18 +15,27 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
 import simulator  # noqa: E402
 
-from flashmla_cupy import flash_mla_with_kvcache, get_mla_metadata, merge_states  # noqa: E402
+from flashmla_cupy import (  # noqa: E402
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+    merge_states,
+)
 from flashmla_cupy.kv_format import D512, V32  # noqa: E402
 from flashmla_cupy.ops import _device, _plans, _select, combine, sched_meta  # noqa: E402
 from flashmla_cupy.ops import sparse_decode as sparse_decode_op  # noqa: E402
+from flashmla_cupy.ops import sparse_prefill as sparse_prefill_op  # noqa: E402
 from flashmla_cupy.reference import combine as reference_combine  # noqa: E402
 from flashmla_cupy.reference import dense_decode as reference_dense  # noqa: E402
-from flashmla_cupy.reference import kv_quant, sparse_decode  # noqa: E402
+from flashmla_cupy.reference import kv_quant, sparse_decode, sparse_prefill  # noqa: E402
 from flashmla_cupy.reference import sched_meta as reference_plan  # noqa: E402
 from flashmla_cupy.runtime import compile as kernel_compile  # noqa: E402
 from flashmla_cupy.runtime import device, tensor_map  # noqa: E402
 from flashmla_cupy.runtime.device import DeviceInfo  # noqa: E402
-from flashmla_cupy.testing.compare import compare  # noqa: E402
+from flashmla_cupy.testing import prefill_checks, prefill_inputs  # noqa: E402
+from flashmla_cupy.testing.compare import Errors, compare  # noqa: E402
+from flashmla_cupy.testing.machine import Machine  # noqa: E402
+from flashmla_cupy.testing.prefill_cases import PrefillCase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(simulator.COMPILER is None, reason="no g++ to compile the simulated kernels with")
 BF16, FP16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
@@ -324,6 +333,79 @@ def _device_cache(gpu, cache):
     array = cupy.ndarray(cache.shape, np.uint8, memory, cache.strides)
     simulator.host(array)[...] = cache
     return array
+
+
+PREFILL = {  # s_q, h_q, s_kv, topk, d_qk, topk_length, lengths of queries and keys of the requests
+    "one block": (1, 64, 300, 64, 576, None, None),
+    "tails, more tokens than CTAs": (9, 16, 70, 130, 576, None, None),
+    "two head blocks, sink": (5, 100, 200, 200, 576, None, None),
+    "d_qk 512, three head blocks, sink": (4, 129, 90, 65, 512, None, None),
+    "lengths, empty tokens, sink": (11, 3, 300, 200, 576, (200, 0, -5, 1, 64, 65, 129, 0, 0, 1 << 20, 63), None),
+    "d_qk 512, lengths": (7, 70, 40, 70, 512, (0, 0, 70, 3, 0, 64, 0), None),
+    "fewer keys than indices": (3, 8, 5, 100, 576, None, None),
+    "one index": (2, 1, 9, 1, 512, None, None),
+    "requests": (10, 12, 150, 90, 576, None, ((3, 0, 5, 1), (60, 10, 0, 70))),
+    "requests, lengths, tokens of none, sink": (
+        9, 66, 120, 70, 512, (70, 5, 64, 65, 0, 70, 70, 66, 1), ((4, 2), (50, 65))),
+}
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_sparse_prefill(gpu, name):
+    """With an attention sink if the name says so."""
+    s_q, h_q, s_kv, topk, d_qk, lengths, requests = PREFILL[name]
+    rng = np.random.default_rng(6)
+    q, kv = normal(rng, (s_q, h_q, d_qk), BF16), normal(rng, (s_kv, 1, d_qk), BF16)
+    indices = rng.integers(-3, s_kv + 3, (s_q, 1, topk)).astype(np.int32)
+    indices.reshape(-1)[::9] = 2**31 - 1
+    keywords = {"attn_sink": np.linspace(-5, 5, h_q, dtype=np.float32) if "sink" in name else None,
+                "topk_length": None if lengths is None else np.array(lengths, np.int32)}
+    if requests is not None:
+        for name, counts in zip(("cu_seqlens_q", "cu_seqlens_kv"), requests, strict=True):
+            keywords[name] = np.cumsum((0, *counts), dtype=np.int32)
+    scale = d_qk**-0.5
+    results = flash_mla_sparse_fwd(gpu.put(q), gpu.put(kv), gpu.put(indices), scale,
+                                   **{name: None if x is None else gpu.put(x) for name, x in keywords.items()})
+    out, max_logits, lse = (simulator.host(x) for x in results)
+    exact, rounded = (sparse_prefill.attend(q, kv, indices, scale, mode=mode, **keywords)
+                      for mode in ("exact", "rounded"))
+    for got, which in ((lse, 2), (max_logits, 1)):
+        references = ((x[0][:, None], x[which][..., None]) for x in (exact, rounded))
+        errors = compare(out[:, None], got[..., None], *references)
+        assert errors.message is None, errors.message
+
+
+HOSTILE = (
+    PrefillCase(3, 130, h_q=16, invalid="random", kv_layout="interleaved", q_layout="head_view", out_layout="swapped",
+                sink="mixed"),
+    PrefillCase(8, 70, h_q=70, d_qk=512, requests="empty", length="negative", kv_layout="reversed",
+                out_layout="padded", q_layout="padded", poison="inf"),
+    PrefillCase(5, 65, h_q=3, invalid="runs", kv_layout="unaligned", q_layout="swapped", out_layout="head_view",
+                requests="gaps", sink="+inf"),
+)
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
+@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case.name)
+def test_sparse_prefill_of_hostile_arrays(gpu, case, far, monkeypatch):
+    """Unused rows NaN or Inf, views of larger buffers, guard bands around the results; one plan for two calls."""
+    monkeypatch.setattr(sparse_prefill_op, "FAR_BYTES", 0 if far else 1 << 40)
+    given, machine = prefill_inputs.build(case), Machine(np, False, "simulated")
+    arrays = {name: getattr(given, name) for name in ("q", "kv", "indices")} | given.keywords()
+    arrays |= {name: guarded.array for name, guarded in given.outputs.items()}
+    on_device = {name: None if x is None else _over_host_memory(x) for name, x in arrays.items()}
+    for _ in range(2):
+        bits = prefill_checks.run_guarded(lambda: prefill_checks.call(case, given, **on_device), given, machine)
+        assert not isinstance(bits, Errors), bits.message
+        errors = prefill_checks.check(case, given, machine)
+        assert errors.message is None, errors.message
+    assert len(_plans.PLANS) == (case.kv_layout != "unaligned")
+
+
+def _over_host_memory(x):
+    """A device array that is the memory of a host array, which the simulated kernels read like any other."""
+    memory = cupy.cuda.UnownedMemory(x.ctypes.data, max(x.nbytes, 1), x, 0)
+    return cupy.ndarray(x.shape, x.dtype, cupy.cuda.MemoryPointer(memory, 0), x.strides)
 
 
 @pytest.mark.parametrize("count", [1, 5, 33])

@@ -226,7 +226,7 @@ def test_wrong_caches_are_noticed(monkeypatch, part):
 
 
 def test_ops_and_suites():
-    assert set(checks.OPS) == {"sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode"}
+    assert set(checks.OPS) == {"sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode", "sparse_prefill"}
     smoke = checks.collect(("sparse_decode",), "smoke", machine.Machine(np, True, "fake"))
     assert len(smoke) == len(sparse_cases.smoke()) + len(fp8_dense_cases.smoke())
     assert {row.op for row in smoke} == {"sparse_decode"}

@@ -20,7 +20,12 @@ from flashmla_cupy.reference.dense_decode import attend  # noqa: E402
 from flashmla_cupy.reference.sched_meta import plan as sched_plan  # noqa: E402
 from flashmla_cupy.reference.sparse_decode import attend as sparse_attend  # noqa: E402
 from flashmla_cupy.reference.sparse_decode import attend_paged  # noqa: E402
-from flashmla_cupy.torch import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata  # noqa: E402
+from flashmla_cupy.torch import (  # noqa: E402
+    FlashMLASchedMeta,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+)
 
 
 def small(batch=3, s_q=2, h_q=16, h_kv=1, dtype=torch.bfloat16, page_size=64):
@@ -279,3 +284,24 @@ def test_who_takes_bfloat16_tensors_is_said_where_it_is_true():
         flashmla_cupy.merge_states(torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 3))
     out, lse = native()
     assert type(out) is np.ndarray and lse.shape == (1, 4, 1)
+
+
+def test_sparse_prefill_has_flashmlas_conventions():
+    generator = torch.Generator().manual_seed(2)
+    q, kv = (torch.randn(shape, generator=generator).bfloat16() for shape in ((4, 3, 576), (20, 1, 576)))
+    indices = torch.randint(-3, 23, (4, 1, 9), generator=generator, dtype=torch.int32)
+    lengths = torch.tensor([9, 0, 3, 1], dtype=torch.int32)
+    out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, 0.05, 512, None, lengths)
+    native = flashmla_cupy.flash_mla_sparse_fwd(
+        *(x.float().numpy().astype(ml_dtypes.bfloat16) for x in (q, kv)), indices.numpy(), 0.05,
+        topk_length=lengths.numpy())
+    assert out.dtype == torch.bfloat16 and np.array_equal(out.float().numpy(), native[0].astype(np.float32))
+    assert np.array_equal(max_logits.numpy(), native[1]) and torch.isneginf(max_logits[1]).all()
+    assert np.array_equal(lse.numpy(), np.where(np.isneginf(native[2]), np.inf, native[2]))
+    assert torch.isposinf(lse[1]).all() and torch.isfinite(lse[0]).all()
+    assert list(inspect.signature(flash_mla_sparse_fwd).parameters) == [
+        "q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length"]
+    with pytest.raises(TypeError, match="kv: got NumPy"):
+        flash_mla_sparse_fwd(q, kv.float().numpy(), indices, 1.0)
+    with pytest.raises(ValueError, match="q: got shape"):
+        flash_mla_sparse_fwd(q[0], kv, indices, 1.0)

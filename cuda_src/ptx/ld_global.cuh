@@ -1,0 +1,22 @@
+// ld.global: loads that ptxas keeps in front of a later barrier, which it does not with ld.global.nc.
+#pragma once
+#include "common/types.cuh"
+
+namespace flashmla::ptx {
+
+__device__ __forceinline__ int32_t ld_global(const void* addr) {
+  int32_t v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(addr) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint4 ld_global_v4(const void* addr) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(addr)
+               : "memory");
+  return v;
+}
+
+}  // namespace flashmla::ptx
