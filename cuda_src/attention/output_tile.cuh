@@ -35,18 +35,8 @@ __device__ __forceinline__ void rescale_output(float rescale0, float rescale1, f
   for (int i = 0; i < 128; i++) o[i] *= i & 2 ? rescale1 : rescale0;
 }
 
-// O += P V for one block of 64 tokens, left running in a commit group; v_tiles: four tiles of 64 tokens x 64 dims. P in
-// registers, or in its tile. `first`: O = P V.
-template <class Element>
-__device__ __forceinline__ void start_product(float (&o)[128], const uint32_t (&p)[4][4], uint32_t v_tiles, bool first) {
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-    ptx::wgmma_m64n256k16_rs_mn<Element>(o, p[k], tile::advance(tile::mn_major_desc(v_tiles), k * tile::kMnMajorStepBytes),
-                                         !first || k > 0);
-  ptx::wgmma_commit_group();
-}
-
+// O += P V for one block of 64 tokens, left running in a commit group; P in its tile, v_tiles: four tiles of 64 tokens x 64
+// dims. `first`: O = P V.
 template <class Element>
 __device__ __forceinline__ void start_product(float (&o)[128], uint32_t p_smem, uint32_t v_tiles, bool first) {
   ptx::wgmma_fence();

@@ -1,6 +1,7 @@
 // Compile-time shape of the FP8 sparse decode kernel on sm_90a.
 #pragma once
 #include "attention/split.cuh"
+#include "attention/token_validity.cuh"
 #include "common/kv_format.cuh"
 #include "common/types.cuh"
 #include "tile/swizzle.cuh"
@@ -33,7 +34,7 @@ struct alignas(1024) SharedStorage {
   uint8_t staged[kTokens * kStagedBytes];    // half 0, then half 1 of the tokens of a block, as they lie in the cache
   float rescale[64];                         // per row: factor for the accumulated output before this block is added
   float inv_sum[64];                         // per row: 1 / row sum (and the sink), valid with the last block
-  uint16_t valid[kStages][4];                // a bit a token: its index is one of the cache
+  attention::TokenValidity valid[kStages];   // whose index is one of the cache
   const uint8_t* row[kTokens / 2];           // where the tokens lie that the output warps dequantize
   int32_t to_scales[kScalesInRow ? 1 : kTokens / 2];
   bool exists;                               // whether there is such a block

@@ -25,6 +25,7 @@ struct alignas(1024) FewRowsStorage {
   uint32_t magnitude[4 * kGroups][16];     // warp, row: of Q over the warp's dims
   float2 sums[4 * kGroups][16];            // warp, row: what its sum is relative to (log2), and the sum
   uint32_t valid[kStages];                 // a bit a token: its index is one of the cache
+  uint32_t lap[kStages];                   // parity of the lap that the stage was last filled in; 1 before the first
   uint64_t full[kStages], empty[kStages], merge;
   attention::PartPlan plan;
 };

@@ -22,6 +22,8 @@
 // full[s]    1           a producer   a group       a unit is in stage s, + the bytes of its tokens, and its validity bits
 // empty[s]   4 (warps)   a group      a producer    the unit in stage s has been used
 // merge      12 (warps)  all groups   all groups    at the end of a request: sums or outputs are written, or outputs read
+// lap[s]     no barrier; a group waits for its lap before it waits on full[s]. For a stage serves another group every lap,
+//            and one that is ahead would take the unit before its own, still on its way, for a full stage: parities repeat.
 // 1 + group  128         a group      a group       bar.sync, by turns: the parts, and the totals, of a unit's scores are
 //                                                   written (and, where a request begins, the magnitudes of Q's rows)
 //
@@ -118,7 +120,7 @@ __device__ __forceinline__ void clear_tokens(uint32_t which, uint32_t dst) {
 
 // A unit into its stage. row: where this lane's token lies, or null.
 template <class Config>
-__device__ __forceinline__ void copy_unit(const uint8_t* row, typename Config::Storage& smem, int stage) {
+__device__ __forceinline__ void copy_unit(const uint8_t* row, typename Config::Storage& smem, int stage, uint32_t lap) {
   constexpr int kRowBytes = Config::Format::kRowBytes;
   const int lane = tile::lane_id();
   const uint32_t full = smem_addr(&smem.full[stage]), dst = smem_addr(smem.tokens[stage]);
@@ -127,7 +129,10 @@ __device__ __forceinline__ void copy_unit(const uint8_t* row, typename Config::S
   const bool follows = reinterpret_cast<uint64_t>(row) == before + kRowBytes;
   const uint32_t runs = __ballot_sync(kFullWarp, !follows);  // where they begin
   if (valid != kFullWarp && valid != 0) clear_tokens<typename Config::Format>(~valid, dst);
-  if (lane == 0) smem.valid[stage] = valid;
+  if (lane == 0) {
+    smem.valid[stage] = valid;
+    ptx::st_shared(smem_addr(&smem.lap[stage]), lap);
+  }
   __syncwarp();
   if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, kRowBytes * __popc(valid));
   __syncwarp();
@@ -151,7 +156,7 @@ __device__ __forceinline__ void load_tokens(const SparseDecodeParams& params, co
     cursor.next();
     name = cursor.load_name();
     tile::wait(smem_addr(&smem.empty[ring.stage]), ring.phase ^ 1);
-    copy_unit<Config>(row, smem, ring.stage);
+    copy_unit<Config>(row, smem, ring.stage, ring.phase);
     __syncwarp();
     ring.advance();
   }
@@ -590,6 +595,8 @@ __device__ __forceinline__ void add_units(const SparseDecodeParams& params, cons
   load_query<Config>(params, req, smem, group, warp, q);
 #pragma unroll 1
   do {
+    while (ptx::ld_shared(smem_addr(&smem.lap[ring.stage])) != ring.phase) {
+    }
     tile::wait(smem_addr(&smem.full[ring.stage]), ring.phase);
     const uint8_t* tokens = smem.tokens[ring.stage];
     const uint32_t valid = smem.valid[ring.stage];
@@ -647,6 +654,7 @@ __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   for (int stage = 0; stage < Config::kStages; stage++) {
     ptx::mbarrier_init(smem_addr(&smem.full[stage]), 1);
     ptx::mbarrier_init(smem_addr(&smem.empty[stage]), 4);
+    smem.lap[stage] = 1;
   }
   ptx::mbarrier_init(smem_addr(&smem.merge), Config::kConsumerWarps);
   ptx::fence_mbarrier_init();

@@ -37,6 +37,7 @@
 #include "attention/online_softmax.cuh"
 #include "attention/output_tile.cuh"
 #include "attention/split.cuh"
+#include "attention/token_validity.cuh"
 #include "common/check.cuh"
 #include "common/math.cuh"
 #include "common/params.cuh"
@@ -179,7 +180,7 @@ __device__ __forceinline__ void dequantize(const SparseDecodeParams& params, con
       ptx::cp_async_wait_group<1>();
       __syncwarp();
       tile::wait(smem_addr(&smem.k_empty[ring.stage][half]), ring.phase ^ 1);
-      if (half == 1 && lane == 0) smem.valid[ring.stage][warp] = valid;
+      if (half == 1 && lane == 0) smem.valid[ring.stage].bits[warp] = valid;
       share.convert(half, ring, warp == 0);
       share.copy(half, own);
     }
@@ -320,18 +321,6 @@ __device__ __forceinline__ void compute_products(float (&s)[32], const uint32_t 
   ptx::wgmma_wait_group<0>();
 }
 
-// Tokens that do not exist do not take part.
-__device__ __forceinline__ void mask_invalid(float (&s)[32], const uint16_t (&valid)[4]) {
-  if ((valid[0] & valid[1] & valid[2] & valid[3]) == 0xffff) return;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const uint32_t bits = valid[i / 2] >> (8 * (i % 2) + tile::fragment_col());
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-      if ((bits >> j & 1) == 0) s[4 * i + j] = s[4 * i + 2 + j] = -infinity();
-  }
-}
-
 // 1 / row sum, and the attention sink where the request is whole; a split request meets its sink in combine.
 __device__ __forceinline__ float output_factor(const SparseDecodeParams& params, const attention::RowState& state,
                                                const QueryRow& row, int slot) {
@@ -386,7 +375,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       compute_products<Config>(s, q, smem, ring, [&] {
         if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
       });
-      mask_invalid(s, smem.valid[ring.stage]);
+      attention::mask_invalid(s, smem.valid[ring.stage]);
       if constexpr (Config::kPaged)
         if (params.causal) mask_unseen<Config>(params, req, block, s);
       ring.advance();

@@ -116,7 +116,7 @@ _FEW_ROWS_DECODE, _PAGED_FEW_ROWS_DECODE = (
     for tag, paged in (("few_indices", "false"), ("few_paged", "true")))
 _SPARSE_PREFILL, _SPARSE_PREFILL_FAR = (
     {("bfloat16", d_qk): KernelSpec("sparse_prefill", "sm90", (str(d_qk), flag), ("bf16", f"d{d_qk}", tag),
-                                    "SparsePrefillParams", experimental=True)
+                                    "SparsePrefillParams")
      for d_qk in sorted(HEAD_DIMS_QK, reverse=True)}
     for tag, flag in (("near", "false"), ("far", "true")))
 

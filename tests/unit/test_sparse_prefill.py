@@ -169,11 +169,10 @@ def test_rounded_reference_is_near_the_exact_one():
 
 
 # ---- selection
-def test_kernels_are_experimental_and_for_hopper():
+def test_kernels_are_for_hopper():
     specs = [spec for spec in _select.all_specs() if spec.op == "sparse_prefill"]
     assert [".".join(spec.tag) for spec in specs] == [
         "bf16.d576.near", "bf16.d512.near", "bf16.d576.far", "bf16.d512.far"]
-    assert all(spec.experimental for spec in specs)
     problem = Problem("sparse_prefill.near", "bfloat16", 576, 512)
     with experimental_kernels():
         assert select(problem, H200) == specs[0]

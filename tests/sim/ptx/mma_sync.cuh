@@ -1,4 +1,5 @@
 #pragma once
+#include "ptx/cvt_f16.cuh"
 #include "ptx/cvt_fp8.cuh"
 namespace flashmla::ptx {
 

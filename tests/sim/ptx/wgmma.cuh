@@ -93,12 +93,5 @@ inline void wgmma_m64n256k16_ss_mn(float (&d)[128], uint64_t a_desc, uint64_t b_
   multiply<256>(d, a, accumulate, [&](int k, int n) { return b.mn_major(k, n); });
 }
 
-template <class Element>
-inline void wgmma_m64n256k16_rs_mn(float (&d)[128], const uint32_t (&registers)[4], uint64_t b_desc, int accumulate) {
-  Rows a;
-  rows_of<Element>(registers, a);
-  const Matrix<Element> b(b_desc);
-  multiply<256>(d, a, accumulate, [&](int k, int n) { return b.mn_major(k, n); });
-}
 
 }  // namespace flashmla::ptx
