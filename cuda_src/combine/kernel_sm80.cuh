@@ -90,7 +90,7 @@ struct LanePart {
 template <class Config>
 __device__ __forceinline__ int column_of(int vector) { return Config::kPerVector * (32 * vector + threadIdx.x % 32); }
 
-// row: of the partial results. `columns`: of them from first_col on.
+// row: of the partial results, slot by slot.
 template <class Config>
 __device__ __forceinline__ void load_part(const CombineParams& params, int64_t row, int first_col, LanePart<Config>& part) {
   using Partial = typename Config::Partial;

@@ -16,8 +16,8 @@
 //         warpgroup 3  finds the tokens of each block, tells the output warps where theirs lie, dequantizes tokens 0-31,
 //                      writes validity bits. Crossover: halves of the CTA's 32 tokens instead
 //         A warp copies what it converts itself: 8 tokens (crossover: 4, and stores them in the other CTA too).
-// order   P V (n) of half 0 runs beside Q K^T (n + 1), that of half 1 only after it, under the softmax of n + 1. Half 0 of a
-//         stage is thus free, and dequantized again, before half 1, and Q K^T reads it first.
+// order   P V (n) of half 0 runs beside Q K^T (n + 1), that of half 1 begins when the first half of the dims of Q K^T (n + 1) is
+//         done. Half 0 of a stage is thus free, and dequantized again, before half 1, and Q K^T reads it first.
 //
 // spills  With the crossover over the 656-byte layout one register of the output warps, stored and loaded once a block:
 //         scores need the registers for Q, which has no room in shared memory. Measured for comparison, never selected.
