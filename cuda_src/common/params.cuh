@@ -50,8 +50,8 @@ struct SparseDecodeParams {
   const void* q;               // (batch, s_q, h_q, d_qk) bf16
   void* out;                   // (batch, s_q, h_q, 512) bf16
   float* lse;                  // (batch, h_q, s_q), natural log, without the sink
-  float* o_partial;            // (2 * num_sm_parts, s_q * h_q, 512) fp16 with factors, see attention/half_partial.cuh
-  float* lse_partial;          // (2 * num_sm_parts, s_q * h_q), log2; behind them the factors
+  float* o_partial;            // (2 * num_sm_parts, s_q * h_q, 512) fp16, see attention/half_partial.cuh; few rows: float
+  float* lse_partial;          // (2 * num_sm_parts, s_q * h_q), log2; behind them fp16's factors
   const int32_t* metadata;     // (num_sm_parts, 8)
   const float* attn_sink;      // (h_q) natural-log logits or null
   const int32_t* block_table;  // paged: (batch, table_width) or null: page index = request

@@ -44,6 +44,7 @@
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_st.cuh"
+#include "ptx/ld_st_signal.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma_sync.cuh"
@@ -131,7 +132,7 @@ __device__ __forceinline__ void copy_unit(const uint8_t* row, typename Config::S
   if (valid != kFullWarp && valid != 0) clear_tokens<typename Config::Format>(~valid, dst);
   if (lane == 0) {
     smem.valid[stage] = valid;
-    ptx::st_shared(smem_addr(&smem.lap[stage]), lap);
+    ptx::st_relaxed_cta_shared(smem_addr(&smem.lap[stage]), lap);
   }
   __syncwarp();
   if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, kRowBytes * __popc(valid));
@@ -595,7 +596,7 @@ __device__ __forceinline__ void add_units(const SparseDecodeParams& params, cons
   load_query<Config>(params, req, smem, group, warp, q);
 #pragma unroll 1
   do {
-    while (ptx::ld_shared(smem_addr(&smem.lap[ring.stage])) != ring.phase) {
+    while (ptx::ld_acquire_cta_shared(smem_addr(&smem.lap[ring.stage])) != ring.phase) {
     }
     tile::wait(smem_addr(&smem.full[ring.stage]), ring.phase);
     const uint8_t* tokens = smem.tokens[ring.stage];
