@@ -1,7 +1,7 @@
 // What a kernel needs of a GPU, on CPU threads: one thread a CUDA thread, the CTAs of a cluster together, clusters one
 // after the other. Included before the kernel's own headers, with tests/sim/ptx in place of cuda_src/ptx. It runs the
-// logic of a kernel (addresses, layouts, roles, barriers), not its timing: asynchronous operations take effect where they
-// are issued, so a missing wait or fence goes unseen, while a barrier that never completes ends the program.
+// logic of a kernel (addresses, layouts, roles, barriers), not its timing: asynchronous operations but cp.async.bulk take effect
+// where they are issued, so a missing wait or fence goes unseen, while a barrier that never completes ends the program.
 #pragma once
 #include <pthread.h>
 
@@ -44,6 +44,8 @@ namespace sim {
 }
 
 constexpr int kSharedBytes = 232448, kMaxThreads = 1024, kNamedBarriers = 16, kMaxCluster = 2, kWaitSeconds = 60;
+
+static std::atomic<int> copies_on_their_way;  // of those that do not land where they are issued
 
 struct Barrier {  // of a fixed number of threads
   pthread_barrier_t barrier;

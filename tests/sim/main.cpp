@@ -30,5 +30,6 @@ extern "C" void launch(const Params* params, unsigned grid_x, unsigned grid_y, u
             run(*params);
           });
         for (auto& thread : threads) thread.join();
+        if (sim::copies_on_their_way) sim::die("a CTA ends while copies are on their way");
       }
 }

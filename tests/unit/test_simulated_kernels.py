@@ -237,6 +237,7 @@ FEW_PAGED = {  # lengths, s_q, h_q, page size (0: contiguous), causal
     "causal, one row of queries empty": ((1, 70), 2, 8, 48, True),
     "contiguous": ((90, 31), 2, 8, 0, False),
     "two CTAs, causal": ((33, 130), 3, 8, 64, True),
+    "many laps": ((9000,), 1, 16, 64, False),
 }
 
 
