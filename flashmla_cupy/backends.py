@@ -11,7 +11,7 @@ __all__ = ["Backend", "backend_of", "describe", "as_device", "as_host", "as_inte
 
 Backend = Literal["cupy", "numpy"]
 
-_TORCH_WAY_OUT = " (flashmla_cupy.torch.flash_mla_with_kvcache takes torch's bfloat16 on the host)"
+_TORCH_WAY_OUT = " (flashmla_cupy.torch takes torch's bfloat16 on the host)"
 _DLPACK_CPU, _DLPACK_DEVICE = 1, (2, 13)  # kDLCPU; kDLCUDA and kDLCUDAManaged
 
 
@@ -120,7 +120,8 @@ def refuse_masked(name: str, x: np.ndarray) -> np.ndarray:
 def as_integers(name: str, x: Any):
     """Lengths, tables, metadata: a CuPy or NumPy integer array as it is, a list or tuple as NumPy int32.
 
-    Raises TypeError for other types and for values that are no integers, ValueError for host values beyond int32.
+    Raises TypeError for other types and for values that are no integers, ValueError for host values beyond int32; but
+    indices that int32 does not hold name nothing, and become ones that are skipped.
     """
     if isinstance(x, (list, tuple)):
         try:
@@ -136,6 +137,8 @@ def as_integers(name: str, x: Any):
     if x.dtype.kind not in "iu":
         raise TypeError(f"{name}: got dtype {x.dtype}, expected int32 (or another integer type)")
     if isinstance(x, np.ndarray) and x.dtype != np.int32:
+        if name in ("indices", "extra_indices"):
+            return np.clip(x.astype(np.int64), -1, 2**31 - 1).astype(np.int32)
         if x.size and (x.max() > 2**31 - 1 or x.min() < -(2**31)):
             raise ValueError(f"{name}: got values from {x.min()} to {x.max()}, expected values that int32 holds")
         x = x.astype(np.int32)

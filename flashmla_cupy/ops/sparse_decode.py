@@ -194,7 +194,7 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
     if name in ("indices", "extra_indices"):
         x = x[:, :, 0] if x.ndim == 4 else x
         if x.dtype != np.int32:  # a slot that int32 cannot hold is no slot
-            x = cupy.clip(x, -1, 2**31 - 1).astype(np.int32)
+            x = cupy.clip(x.astype(np.int64), -1, 2**31 - 1).astype(np.int32)
         return x if x.shape[-1] == 1 or x.strides[-1] == 4 else _device.contiguous(x)
     dtype = np.float32 if name == "attn_sink" else np.int32
     usable = x.dtype == dtype and x.flags.c_contiguous and (name != "tile_scheduler_metadata" or x.data.ptr % 16 == 0)

@@ -46,7 +46,7 @@ def flash_mla_sparse_fwd(
         kv: (s_kv, 1, d_qk) of q's type. Any strides (q and kv are copied if their rows are not aligned to 16 bytes).
         indices: (s_q, 1, topk) or (s_q, topk) integers, rows of kv in any order. Below 0 or not below s_kv: skipped,
             and nothing is read for them. A row that is named twice counts as two keys.
-        sm_scale: what scores are multiplied with; None is d_qk ** -0.5.
+        sm_scale: what scores are multiplied with, positive and finite; None is d_qk ** -0.5.
         d_v: 512.
         attn_sink: (h_q,) float32, a logit (natural log, not scaled) that takes part in the softmax of out without a
             value: out is divided by 1 + exp(sink - lse). -inf has no effect, +inf gives zeros. max_logits and lse stay
@@ -55,8 +55,8 @@ def flash_mla_sparse_fwd(
         cu_seqlens_q, cu_seqlens_kv: (requests + 1,) integers, both or none: tokens cu_seqlens_q[r] up to
             cu_seqlens_q[r + 1] belong to request r, whose keys are the rows cu_seqlens_kv[r] up to cu_seqlens_kv[r +
             1]. Its indices count from the first of these; those that are not below its number of keys are skipped. A
-            token of no request attends to nothing. On a GPU nothing looks at the values beforehand; whatever they are,
-            no memory outside kv is read.
+            token of no request attends to nothing. On the host, offsets that decrease or lie outside are a ValueError;
+            on a GPU nothing looks at the values beforehand, and whatever they are, no memory outside kv is read.
         out, max_logits, lse: arrays to write the results into, of any strides (out: last axis contiguous). Memory that
             they share with another argument is a ValueError.
 
@@ -100,6 +100,8 @@ def _prepare(arguments: dict[str, Any]) -> tuple[SparsePrefillProblem, dict[str,
     if backends.backend_of("q", arguments["q"]) == "numpy":
         arrays = backends.host_arguments(arrays, _INTEGERS, _OUTPUTS, _REQUIRED)
         problem = check_sparse_prefill(**arrays, **scalars)
+        _check_offsets("cu_seqlens_q", arrays["cu_seqlens_q"], problem.s_q)
+        _check_offsets("cu_seqlens_kv", arrays["cu_seqlens_kv"], problem.s_kv)
         _overlap.check(arrays, {name: arguments[name] for name in arrays})
         return problem, arrays
     arrays = {name: _on_device(name, x) for name, x in arrays.items()}
@@ -108,6 +110,14 @@ def _prepare(arguments: dict[str, Any]) -> tuple[SparsePrefillProblem, dict[str,
     _checks.check_element_alignment(**arrays)
     _overlap.check(arrays)
     return problem, arrays
+
+
+def _check_offsets(name: str, offsets: np.ndarray | None, rows: int) -> None:
+    if offsets is None or offsets.size == 0:
+        return
+    if offsets[0] < 0 or offsets[-1] > rows or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(f"{name}: got {np.array2string(offsets, threshold=8)}, expected offsets that do not decrease, "
+                         f"from 0 on, up to {rows}")
 
 
 def _on_device(name: str, x: Any) -> Any:
@@ -164,7 +174,7 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
         return x if _device.loads_16_bytes(x) else _device.contiguous(x)
     if name == "indices":
         if x.dtype != np.int32:  # a row that int32 cannot hold is no row
-            x = cupy.clip(x, -1, 2**31 - 1).astype(np.int32)
+            x = cupy.clip(x.astype(np.int64), -1, 2**31 - 1).astype(np.int32)
         return x if x.shape[-1] == 1 or x.strides[-1] == 4 else _device.contiguous(x)
     dtype = np.float32 if name == "attn_sink" else np.int32
     return x if x.dtype == dtype and x.flags.c_contiguous else _device.contiguous(x, dtype)

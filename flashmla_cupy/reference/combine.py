@@ -37,6 +37,6 @@ def merge(outs: Any, lses: Any, *, attn_sink: Any | None = None, xp: Any = None)
     if attn_sink is not None:
         sink = widen(attn_sink)
         above = sink - xp.where(empty, 0.0, lse)
-        share = xp.where(above < 700.0, 1.0 / (1.0 + xp.exp(xp.minimum(above, 700.0))), 0.0)  # exp(710) overflows
+        share = xp.where(above >= 700.0, 0.0, 1.0 / (1.0 + xp.exp(xp.minimum(above, 700.0))))  # exp(710) overflows
         out = out * share[..., None]
     return out, lse

@@ -206,7 +206,8 @@ def _misaligned(xp: Any, x: Any) -> Any:
 
 
 def odd_offsets(machine: Machine) -> Errors:
-    """Offsets that decrease, begin below 0 or end beyond the arrays: no fault, and every row is written."""
+    """Offsets that decrease, begin below 0 or end beyond the arrays: refused on the host; on a GPU no fault, and every
+    row is written."""
     xp = machine.xp
     case = PrefillCase(20, 100, h_q=16, invalid="random", seed=91)
     for cu_q, cu_kv in (((-5, 10, 400), (-7, 100, 2**31 - 1)), ((0, 15, 5, 20), (0, 200, 100, 300)),
@@ -215,7 +216,12 @@ def odd_offsets(machine: Machine) -> Errors:
         given.kv[...] = inputs.random_array(xp, "bfloat16", given.kv.shape, 5)
         offsets = {name: xp.asarray(np.asarray(values, np.int32))
                    for name, values in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv))}
-        bits = run_guarded(partial(call, case, given, **offsets), given, machine)
+        try:
+            bits = run_guarded(partial(call, case, given, **offsets), given, machine)
+        except ValueError as error:
+            if machine.gpu or not str(error).startswith("cu_seqlens_"):
+                raise
+            continue
         if isinstance(bits, Errors):
             return bits
         if not bool(xp.isfinite(given.out.array.astype(np.float32)).all()) or bool(xp.isnan(given.lse.array).any()):

@@ -62,10 +62,11 @@ def test_a_home_that_is_none(home):
     before = set(os.listdir("/"))
     done = run(CALL, HOME=home)
     assert done.returncode == 0 and "flashmla_cupy-" in done.stdout, done.stderr
-    done = run(COMMAND, arguments=("env", "--json"), HOME=home, XDG_CACHE_HOME="")
+    variables = dict(HOME=home, XDG_CACHE_HOME="", FLASHMLA_CACHE_DIR="")
+    done = run(COMMAND, arguments=("env", "--json"), **variables)
     facts = json.loads(done.stdout)
     assert not facts["cache_writable"] and facts["cache"] == (f"{home}/.cache/flashmla_cupy" if home else None)
-    done = run(COMMAND, arguments=("kernels", "compile", "token_indices"), HOME=home, XDG_CACHE_HOME="")
+    done = run(COMMAND, arguments=("kernels", "compile", "token_indices"), **variables)
     assert done.returncode == 0 and "compiled" in done.stdout, done.stderr
     assert set(os.listdir("/")) == before
 

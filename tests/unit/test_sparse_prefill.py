@@ -180,3 +180,19 @@ def test_kernels_are_for_hopper():
             select(Problem("sparse_prefill.far", "float16", 576, 512), H200)
         with pytest.raises(UnsupportedError, match="compute capability: got 8.0"):
             select(problem, DeviceInfo("A100", (8, 0), "sm_80", 108, 166912))
+
+
+@pytest.mark.parametrize("name, offsets", [
+    ("cu_seqlens_q", [0, 2, 1]), ("cu_seqlens_q", [0, 9]), ("cu_seqlens_kv", [4, 1]), ("cu_seqlens_kv", [0, 99]),
+    ("cu_seqlens_kv", [-3, 2])])
+def test_offsets_that_contradict_are_refused_on_the_host(name, offsets):
+    other = {"cu_seqlens_q": [0] * len(offsets), "cu_seqlens_kv": [0] * len(offsets)}
+    q, kv = np.ones((2, 1, 512), np.float16), np.ones((5, 1, 512), np.float16)
+    with pytest.raises(ValueError, match=f"^{name}: got .*, expected offsets that do not decrease"):
+        flash_mla_sparse_fwd(q, kv, [[0, 1], [2, 3]], None, **{**other, name: offsets})
+
+
+def test_a_sink_of_nan_shows():
+    q, kv = np.ones((2, 1, 512), np.float16), np.ones((5, 1, 512), np.float16)
+    out, _, lse = flash_mla_sparse_fwd(q, kv, [[0, 1], [2, 3]], None, attn_sink=np.array([np.nan], np.float32))
+    assert np.isnan(out).all() and np.isfinite(lse).all()
