@@ -10,6 +10,7 @@ from typing import Any
 import cupy
 
 MAX_PLANS = 1024
+_SCALAR_TYPES = (int, float, bool)
 PLANS: dict[tuple, Any] = {}
 
 
@@ -21,6 +22,12 @@ def signature(x: Any) -> Any:
         return type(x)  # never planned: such arrays are staged
     memory = x.data
     return x.shape, x.strides, x.dtype, memory.device_id, memory.ptr & 15
+
+
+def key_of(op: str, arguments: dict[str, Any]) -> tuple:
+    """What a plan of a call depends on: scalars with their types (True is not 1.0), and signatures of the arrays."""
+    values = arguments.values()
+    return op, *((type(x), x) if type(x) in _SCALAR_TYPES else signature(x) for x in values)
 
 
 def remember(key: tuple, plan: Any) -> None:

@@ -32,7 +32,6 @@ _SCALARS = ("head_dim_v", "causal", "is_fp8_kvcache", "softmax_scale")
 _SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
 _DENSE = ("block_table", "cache_seqlens")
 _LISTS = ("indices", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")  # after the cache in params
-_SCALAR_TYPES = (int, float, bool)
 
 
 def serves(arguments: dict[str, Any]) -> bool:
@@ -46,7 +45,7 @@ def serves(arguments: dict[str, Any]) -> bool:
 
 def decode(arguments: dict[str, Any]) -> tuple[Any, Any]:
     """flash_mla_with_kvcache for the calls that this module serves."""
-    key = _key(arguments)
+    key = _plans.key_of("sparse_decode", arguments)
     plan = _plans.PLANS.get(key)
     if plan is not None:
         device_id = arguments["q"].data.device_id
@@ -59,12 +58,6 @@ def decode(arguments: dict[str, Any]) -> tuple[Any, Any]:
         return _on_host(problem, arrays)
     with _device.on_device(arrays["q"].data.device_id):
         return _on_gpu(problem, arrays, key, arguments)
-
-
-def _key(arguments: dict[str, Any]) -> tuple:
-    """What a plan depends on: scalars with their types (True is not 1.0), and signatures of the arrays."""
-    values = arguments.values()
-    return "sparse_decode", *((type(x), x) if type(x) in _SCALAR_TYPES else _plans.signature(x) for x in values)
 
 
 def prepare(arguments: dict[str, Any]) -> tuple[DecodeProblem, dict[str, Any]]:

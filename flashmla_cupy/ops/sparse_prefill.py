@@ -26,7 +26,6 @@ _INTEGERS = ("indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
 _OUTPUTS = ("out", "max_logits", "lse")
 _SCALARS = ("sm_scale", "d_v")
 _POINTERS = ("q", "kv", "indices", "topk_length", "attn_sink", "cu_seqlens_q", "cu_seqlens_kv")  # as in the params
-_SCALAR_TYPES = (int, float, bool)
 
 
 def flash_mla_sparse_fwd(
@@ -72,7 +71,7 @@ def flash_mla_sparse_fwd(
     arguments = dict(q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink,
                      topk_length=topk_length, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, out=out,
                      max_logits=max_logits, lse=lse)
-    key = _key(arguments)
+    key = _plans.key_of("sparse_prefill", arguments)
     plan = _plans.PLANS.get(key)
     if plan is not None:
         device_id = q.data.device_id
@@ -85,12 +84,6 @@ def flash_mla_sparse_fwd(
         return _on_host(problem, arrays)
     with _device.on_device(arrays["q"].data.device_id):
         return _on_gpu(problem, arrays, key, arguments)
-
-
-def _key(arguments: dict[str, Any]) -> tuple:
-    """What a plan depends on: scalars with their types (True is not 1.0), and signatures of the arrays."""
-    values = arguments.values()
-    return "sparse_prefill", *((type(x), x) if type(x) in _SCALAR_TYPES else _plans.signature(x) for x in values)
 
 
 def _prepare(arguments: dict[str, Any]) -> tuple[SparsePrefillProblem, dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+import flashmla_cupy
 from flashmla_cupy.testing.compare import Errors
 from flashmla_cupy.testing.machine import Machine
 
@@ -25,3 +26,17 @@ def run_guarded(call: Callable[[], tuple[Any, Any]], given: Any, machine: Machin
 
 def same_bits(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
     return all(bool((x == y).all()) for x, y in zip(a, b, strict=True))
+
+
+def refuses(call: Callable[..., Any], wrong: list[tuple[str, dict[str, Any]]], machine: Machine) -> Errors:
+    """Whether call(**change) names the argument that is wrong, for each (name, change)."""
+    for name, change in wrong:
+        try:
+            call(**change)
+        except (TypeError, ValueError, NotImplementedError, flashmla_cupy.FlashMLAError) as error:
+            if name not in str(error):
+                return Errors(message=f"wrong {name}: the message does not name it: {error}")
+        else:
+            return Errors(message=f"wrong {name} ({sorted(change)}) was accepted")
+    machine.wait()
+    return Errors()
