@@ -12,15 +12,15 @@
 //         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
 //         An output warp also gathers: dims of its half of 16 tokens of a block, into the stage that its warpgroup has just
 //         left; half 1 also the RoPE dims, once both have left the stage; half 0 also validity bits. Its indices are loaded
-//         a block ahead (for the variant `far` two, and the rows are brought to the L2 then). Loads run on into the next items,
-//         with a prefetch of their Q to the L2; Q of the next item comes under the softmax of an item's last block.
+//         a block ahead. Loads run on into the next items, with a prefetch of their Q to the L2; Q of the next item comes under
+//         the softmax of an item's last block.
 // order   The halves are told of P (n) only when Q K^T (n + 1) is nearly done, and keep the tensor cores busy while the score
 //         warpgroup is at its softmax of n + 1.
 // P (n) takes the place of the RoPE tile of its stage, which Q K^T (n) was the last to read.
 //
 // barrier           arrivals                      armed by     waited on by
-// full[s][p]        256 (cp.async of threads),    both halves  scores       piece p of the tiles of both halves is in stage s;
-//                   p = 0: + 4 (warps of half 0)                            with the first the validity bits, with the last RoPE
+// full[s]           256 (cp.async of threads)     both halves  scores       a block and its validity bits are in stage s
+//                   + 4 (warps of half 0)
 // q_full            128 (cp.async of threads)     scores       scores       what of Q is not in registers is there
 // half_empty[h][s]  4 (warps)                     half h       both halves  P V of the block in stage s is done
 // p_full            4 (warps)                     scores       both halves  p, rescale, inv_sum may be read. K may be too: the
@@ -68,7 +68,7 @@ template <class Config>
 struct Gatherer {
   const SparsePrefillParams& params;
   typename Config::Storage& smem;
-  int32_t index;  // of this lane's token, see load_index; requested a block before it is needed
+  int32_t index;  // of token lane % 16 of the share; requested a block before it is needed
 
   static __device__ __forceinline__ int warp() { return ptx::tid_x() / 32 % 4; }
   __device__ __forceinline__ Cursor& cursor() const { return smem.cursor[output_half()][warp()]; }
@@ -84,52 +84,40 @@ struct Gatherer {
   __device__ __forceinline__ void gather(int stage, uint32_t empty_parity) {
     const int item = cursor().item, half = output_half();
     if (item >= params.items) return;
-    tile::wait(smem_addr(&smem.half_empty[half][stage]), empty_parity);
-    // Of this lane's token; of row 0, which is not read, if that does not exist.
     const bool exists = (uint32_t)index < (uint32_t)max(cursor().kv_rows, 0);
-    const bf16_t* row = cursor().kv + (exists ? index : 0) * params.kv_stride_token;
     const uint32_t valid = __ballot_sync(kFullWarp, exists);
+    tile::wait(smem_addr(&smem.half_empty[half][stage]), empty_parity);
     if (half == 0) {
       if (tile::lane_id() == 0) smem.valid[stage].bits[warp()] = (uint16_t)valid;
-      arrive_once_per_warp(smem_addr(&smem.full[stage][0]));
+      arrive_once_per_warp(smem_addr(&smem.full[stage]));
+    } else if (Config::kRope) {
+      tile::wait(smem_addr(&smem.half_empty[0][stage]), empty_parity);
     }
-#pragma unroll
-    for (int piece = 0; piece < Config::kPieces; piece++) {
-      const bool with_rope = Config::kRope && half == 1 && piece == Config::kPieces - 1;
-      if (with_rope) tile::wait(smem_addr(&smem.half_empty[0][stage]), empty_parity);
-      copy_piece(stage, piece, row, valid, with_rope);
-      ptx::cp_async_mbarrier_arrive_noinc(smem_addr(&smem.full[stage][piece]));
-    }
-    if (Config::kFar && tile::lane_id() >= 16 && (valid >> tile::lane_id() & 1)) prefetch_row(row, half);
+    copy(stage, exists ? index : -1);
+    ptx::cp_async_mbarrier_arrive_noinc(smem_addr(&smem.full[stage]));
     next_block(params, cursor());
     index = load_index(params, cursor());
     if (cursor().item != item) prefetch_query<Config>(params, cursor().item, half);
   }
 
-  // Brings the dims of this half of a row to the L2.
-  static __device__ __forceinline__ void prefetch_row(const bf16_t* row, int half) {
+  // named: the row of this lane's token, or -1, which becomes zeros and is not read. Eight lanes copy 128 bytes of a token,
+  // which the swizzle puts into eight different groups of banks; they take four tokens in turn.
+  __device__ __forceinline__ void copy(int stage, int named) const {
+    const int half = output_half(), lane = ptx::tid_x() % 32, first = lane / 8 * 4, chunk = lane % 8;
+    int rows[4];
 #pragma unroll
-    for (int dim = 0; dim < 256; dim += 64) ptx::prefetch_l2(row + 256 * half + dim);
-    if (Config::kRope && half == 1) ptx::prefetch_l2(row + 512);
-  }
-
-  // Eight lanes copy 128 bytes of a token, which the swizzle puts into eight different groups of banks; a warp four tokens.
-  __device__ __forceinline__ void copy_piece(int stage, int piece, const bf16_t* row, uint32_t valid, bool with_rope) const {
-    constexpr int kTilesOfPiece = 4 / Config::kPieces;
-    const int half = output_half(), chunk = ptx::tid_x() % 8;
-    const uint32_t tiles = smem_addr(smem.k_half[half][stage][piece * kTilesOfPiece]);
-    const int dim = 256 * half + 64 * piece * kTilesOfPiece;
-    int token = ptx::tid_x() % 32 / 8;
-    uint32_t to = tile::swizzle_128b(16 * warp() + token, chunk);
-#pragma unroll 1  // registers
-    for (; token < 16; token += 4) {
-      const bf16_t* src = reinterpret_cast<const bf16_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(row), token));
-      const uint32_t bytes = valid >> token & 1 ? 16 : 0;
+    for (int i = 0; i < 4; i++) rows[i] = __shfl_sync(kFullWarp, named, first + i);
+    const uint32_t to = tile::swizzle_128b(16 * warp() + first, chunk);
+    const uint32_t tiles = smem_addr(smem.k_half[half][stage]) + to, rope = smem_addr(smem.rope_or_p[stage]) + to;
+    const uint8_t* kv = cursor().kv + 512 * half + 16 * chunk;
 #pragma unroll
-      for (int t = 0; t < kTilesOfPiece; t++)
-        ptx::cp_async_16(tiles + to + t * tile::kTileBytes, src + dim + 8 * chunk + 64 * t, bytes);
-      if (with_rope) ptx::cp_async_16(smem_addr(smem.rope_or_p[stage]) + to, src + 512 + 8 * chunk, bytes);
-      to = (to + 4 * tile::kTileRowBytes) ^ 64;  // the swizzle of four rows further
+    for (int i = 0; i < 4; i++) {
+      const uint8_t* src = kv + (int64_t)max(rows[i], 0) * params.kv_row_bytes;
+      const uint32_t bytes = rows[i] < 0 ? 0 : 16;
+      const uint32_t dst = (tiles ^ i << 4) + tile::kTileRowBytes * i;  // the swizzle of a row i further
+#pragma unroll
+      for (int t = 0; t < 4; t++) ptx::cp_async_16(dst + t * tile::kTileBytes, src + 128 * t, bytes);
+      if (Config::kRope && half == 1) ptx::cp_async_16((rope ^ i << 4) + tile::kTileRowBytes * i, src + 512, bytes);
     }
   }
 };
@@ -153,39 +141,27 @@ __device__ __forceinline__ void copy_query_rest(const SparsePrefillParams& param
   ptx::cp_async_mbarrier_arrive_noinc(smem_addr(&smem.q_full));
 }
 
-// The order in which tiles of K are used is that in which they arrive: piece by piece, both halves of each, RoPE at the end.
-template <class Config>
-__device__ __forceinline__ constexpr int tile_in_order(int i) {
-  constexpr int kTilesOfPiece = 4 / Config::kPieces;
-  if (i == 8) return 8;
-  return i / kTilesOfPiece % 2 * 4 + i / (2 * kTilesOfPiece) * kTilesOfPiece + i % kTilesOfPiece;
-}
-
 // S = Q K^T for one block. Two commit groups: all tiles but the last, and the last.
 template <class Config>
 __device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)[Config::kQRegSteps][4],
                                              typename Config::Storage& smem,
                                              const tile::RingPosition<Config::kStages>& ring) {
-  constexpr int kTilesOfPiece = 4 / Config::kPieces;
+  tile::wait(smem_addr(&smem.full[ring.stage]), ring.phase);
+  ptx::fence_proxy_async();  // what cp.async wrote is for wgmma to read, here and in the output warps
+  ptx::wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < Config::kTiles; i++) {
-    if (i % (2 * kTilesOfPiece) == 0 && i < 8) {
-      tile::wait(smem_addr(&smem.full[ring.stage][i / (2 * kTilesOfPiece)]), ring.phase);
-      ptx::fence_proxy_async();  // what cp.async wrote is for wgmma to read, here and in the output warps
-      ptx::wgmma_fence();
-    }
-    if (i == Config::kTiles - 1) ptx::wgmma_commit_group();
-    const int t = tile_in_order<Config>(i);
+  for (int t = 0; t < Config::kTiles; t++) {
+    if (t == Config::kTiles - 1) ptx::wgmma_commit_group();
     const bool rope = t == 8;
     const auto* k = rope ? smem.rope_or_p[ring.stage] : smem.k_half[t / 4 % 2][ring.stage][t % 4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const uint64_t b = tile::advance(tile::k_major_desc(smem_addr(k)), j * tile::kKMajorStepBytes);
-      const int step = 4 * t + j;
+    for (int i = 0; i < 4; i++) {
+      const uint64_t b = tile::advance(tile::k_major_desc(smem_addr(k)), i * tile::kKMajorStepBytes);
+      const int step = 4 * t + i;
       if (step < Config::kQRegSteps) {
-        ptx::wgmma_m64n64k16_rs<bf16_t>(s, q[step < Config::kQRegSteps ? step : 0], b, i + j > 0);
+        ptx::wgmma_m64n64k16_rs<bf16_t>(s, q[step < Config::kQRegSteps ? step : 0], b, step > 0);
       } else if (rope) {
-        const uint64_t a = tile::advance(tile::k_major_desc(smem_addr(smem.q_rope)), j * tile::kKMajorStepBytes);
+        const uint64_t a = tile::advance(tile::k_major_desc(smem_addr(smem.q_rope)), i * tile::kKMajorStepBytes);
         ptx::wgmma_m64n64k16_ss<bf16_t>(s, a, b, 1);
       } else {
         ptx::wgmma_m64n64k16_ss<bf16_t>(s, tile::k_major_desc_32b(smem_addr(smem.q_piece)), b, 1);
@@ -344,8 +320,7 @@ __device__ __forceinline__ void compute_output(const SparsePrefillParams& params
 template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   for (int stage = 0; stage < Config::kStages; stage++) {
-    for (int piece = 0; piece < Config::kPieces; piece++)
-      ptx::mbarrier_init(smem_addr(&smem.full[stage][piece]), piece == 0 ? 256 + 4 : 256);
+    ptx::mbarrier_init(smem_addr(&smem.full[stage]), 256 + 4);
     for (int half = 0; half < 2; half++) ptx::mbarrier_init(smem_addr(&smem.half_empty[half][stage]), 4);
   }
   ptx::mbarrier_init(smem_addr(&smem.q_full), 128);

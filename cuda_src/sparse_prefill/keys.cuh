@@ -64,10 +64,10 @@ __device__ __forceinline__ KeyRange keys_of(const SparsePrefillParams& params, i
 // waits for the load.
 __device__ const int32_t kNoIndex[1] = {-1};
 
-// The index that a lane of a loading warp looks after: of token 16 warp + lane of the cursor's block; lanes 16-31 of the same
-// tokens of the block after. -1 past the end of the list.
+// The index that a lane of a loading warp looks after: of token 16 warp + lane % 16 of the cursor's block. -1 past the end of
+// the list.
 __device__ __forceinline__ int32_t load_index(const SparsePrefillParams& params, const Cursor& at) {
-  const int in_block = ptx::tid_x() % 128 / 32 * 16 + ptx::tid_x() % 16 + ptx::tid_x() % 32 / 16 * 64;
+  const int in_block = ptx::tid_x() % 128 / 32 * 16 + ptx::tid_x() % 16;
   const bool exists = at.item < params.items && in_block < at.left;
   return ptx::ld_global_nc(exists ? at.entries + in_block : kNoIndex);
 }
@@ -86,7 +86,7 @@ __device__ __forceinline__ void enter_item(const SparsePrefillParams& params, Cu
   __syncwarp();  // the lanes have read what the cursor was
   if (ptx::tid_x() % 32 == 0) {
     at.entries = params.indices + where.token * params.indices_stride_token;
-    at.kv = reinterpret_cast<const bf16_t*>(params.kv) + keys.first * params.kv_stride_token;
+    at.kv = reinterpret_cast<const uint8_t*>(params.kv) + (int64_t)keys.first * params.kv_row_bytes;
     at.item = item;
     at.left = left;
     at.kv_rows = keys.rows;

@@ -17,7 +17,6 @@ struct SparsePrefillParams {
   float* max_logits;           // (s_q, h_q), largest scaled score
   float* lse;                  // (s_q, h_q), natural log, without the sink
   int64_t q_stride_token, q_stride_head;
-  int64_t kv_stride_token;
   int64_t indices_stride_token;
   int64_t out_stride_token, out_stride_head;
   int64_t max_logits_stride_token, max_logits_stride_head;
@@ -31,7 +30,7 @@ struct SparsePrefillParams {
   int32_t topk;
   int32_t requests;
   float scale_log2;            // sm_scale * log2(e)
-  int32_t reserved;
+  int32_t kv_row_bytes;        // between rows of kv
 };
 
 }  // namespace flashmla

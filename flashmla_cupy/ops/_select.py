@@ -81,7 +81,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
             *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
             *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values(),
             *_FEW_ROWS_DECODE.values(), *_PAGED_FEW_ROWS_DECODE.values(),
-            *_SPARSE_PREFILL.values(), *_SPARSE_PREFILL_FAR.values())
+            *_SPARSE_PREFILL.values())
 
 
 _DENSE_DECODE = {
@@ -114,11 +114,10 @@ _FEW_ROWS_DECODE, _PAGED_FEW_ROWS_DECODE = (
                                                   ("sparse_decode::FewRows<kv_format::V32>", paged, "false"),
                                                   (kv_format.V32.name, tag), "SparseDecodeParams", experimental=True)}
     for tag, paged in (("few_indices", "false"), ("few_paged", "true")))
-_SPARSE_PREFILL, _SPARSE_PREFILL_FAR = (
-    {("bfloat16", d_qk): KernelSpec("sparse_prefill", "sm90", (str(d_qk), flag), ("bf16", f"d{d_qk}", tag),
-                                    "SparsePrefillParams")
-     for d_qk in sorted(HEAD_DIMS_QK, reverse=True)}
-    for tag, flag in (("near", "false"), ("far", "true")))
+_SPARSE_PREFILL = {
+    ("bfloat16", d_qk): KernelSpec("sparse_prefill", "sm90", (str(d_qk),), ("bf16", f"d{d_qk}"), "SparsePrefillParams")
+    for d_qk in sorted(HEAD_DIMS_QK, reverse=True)
+}
 
 
 def _capability_reasons(device: DeviceInfo, lowest: tuple[int, int], only_major: bool) -> list[str]:
@@ -193,6 +192,5 @@ _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels,
     "sparse_decode.paged_crossover": (_on_hopper(_PAGED_CROSSOVER_DECODE), _PAGED_CROSSOVER_DECODE),
     "sparse_decode.few_indices": (_on_hopper(_FEW_ROWS_DECODE), _FEW_ROWS_DECODE),
     "sparse_decode.few_paged": (_on_hopper(_PAGED_FEW_ROWS_DECODE), _PAGED_FEW_ROWS_DECODE),
-    "sparse_prefill.near": (_on_hopper(_SPARSE_PREFILL), _SPARSE_PREFILL),
-    "sparse_prefill.far": (_on_hopper(_SPARSE_PREFILL_FAR), _SPARSE_PREFILL_FAR),
+    "sparse_prefill": (_on_hopper(_SPARSE_PREFILL), _SPARSE_PREFILL),
 }

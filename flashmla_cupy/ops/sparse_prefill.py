@@ -164,7 +164,8 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
     if isinstance(x, np.ndarray):
         x = _device.upload(name, x, stream_ptr)
     if name in ("q", "kv"):
-        return x if _device.loads_16_bytes(x) else _device.contiguous(x)
+        reads = _device.loads_16_bytes(x) and (name == "q" or abs(x.strides[0]) < 2**31)  # kv_row_bytes is int32
+        return x if reads else _device.contiguous(x)
     if name == "indices":
         if x.dtype != np.int32:  # a row that int32 cannot hold is no row
             x = cupy.clip(x.astype(np.int64), -1, 2**31 - 1).astype(np.int32)
@@ -174,14 +175,6 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 
 
 # ---- plan and launch ----
-FAR_BYTES = 48 << 20  # a kv of more than this does not stay in the L2 (50 MB on H100 and H200)
-
-
-def variant(p: SparsePrefillProblem) -> str:
-    """Of the kernel: "far" brings rows to the L2 a block before they are copied, which "near" leaves out."""
-    return "far" if p.s_kv * p.d_qk * 2 > FAR_BYTES else "near"
-
-
 class _Plan:
     """One call worked out but for its pointers: kernel, grid, parameter bytes."""
 
@@ -192,13 +185,11 @@ class _Plan:
         self.overlap, self.empty = _overlap.watch(arrays), p.nothing_to_attend
         if self.empty:
             return
-        self.kernel = _device.get_kernel(Problem(f"sparse_prefill.{variant(p)}", p.dtype, p.d_qk, HEAD_DIM_V),
-                                         device_id)
+        self.kernel = _device.get_kernel(Problem("sparse_prefill", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
         self.grid = (min(_device.info(device_id).sm_count, p.items), 1, 1)  # persistent: a CTA fills an SM
         float32 = np.dtype(np.float32)
         strides = {
             **_device.element_strides("q", q.strides[:2], q.dtype, "token head"),
-            **_device.element_strides("kv", kv.strides[:1], kv.dtype, "token"),
             **_device.element_strides("indices", indices.strides[:1], indices.dtype, "token"),
             **_device.element_strides("out", _device.strides_of(out, p.out_shape, q.dtype)[:2], q.dtype, "token head"),
         }
@@ -206,9 +197,9 @@ class _Plan:
             strides |= _device.element_strides(name, _device.strides_of(x, p.row_shape, float32), float32, "token head")
         magic, shift = kernel_params.divisor(p.head_blocks)
         self.params = _device.ParamTemplate(
-            "SparsePrefillParams", **strides, items=p.items, head_blocks=p.head_blocks, head_blocks_magic=magic,
-            head_blocks_shift=shift, h_q=p.h_q, s_kv=p.s_kv, topk=p.topk, requests=p.requests or 0,
-            scale_log2=p.sm_scale * math.log2(math.e))
+            "SparsePrefillParams", **strides, kv_row_bytes=kv.strides[0], items=p.items, head_blocks=p.head_blocks,
+            head_blocks_magic=magic, head_blocks_shift=shift, h_q=p.h_q, s_kv=p.s_kv, topk=p.topk,
+            requests=p.requests or 0, scale_log2=p.sm_scale * math.log2(math.e))
 
     def run(self, arrays: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray]:
         """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for.

@@ -55,13 +55,13 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
     ],
     "SparsePrefillParams": [
         ("ptr", "q kv indices topk_length attn_sink cu_seqlens_q cu_seqlens_kv out max_logits lse"),
-        ("i64", "q_stride_token q_stride_head kv_stride_token indices_stride_token out_stride_token out_stride_head"),
+        ("i64", "q_stride_token q_stride_head indices_stride_token out_stride_token out_stride_head"),
         ("i64", "max_logits_stride_token max_logits_stride_head lse_stride_token lse_stride_head"),
         ("i32", "items head_blocks"),
         ("u32", "head_blocks_magic"),
         ("i32", "head_blocks_shift h_q s_kv topk requests"),
         ("f32", "scale_log2"),
-        ("i32", "reserved"),
+        ("i32", "kv_row_bytes"),
     ],
     "CombineParams": [
         ("ptr", "o_partial lse_partial out lse metadata num_splits attn_sink"),

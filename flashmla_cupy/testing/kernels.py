@@ -20,7 +20,7 @@ WHY = {  # op -> why its variants are chosen at compile time
     "combine": "element type of the output; splits, heads and rows are run-time arguments",
     "sched_meta": "one variant: lengths, parts and topk are run-time arguments",
     "sparse_decode": "cache layout (offsets, unrolled) x keys by list, or pages x few rows, crossover (cluster of 2)",
-    "sparse_prefill": "d_qk (the first product's depth, unrolled) x whether kv fits in the L2 (else prefetched)",
+    "sparse_prefill": "d_qk (the first product's depth, unrolled)",
     "kv_quant": "direction x layout (offsets and tiles, unrolled) x element type of the other side",
 }
 

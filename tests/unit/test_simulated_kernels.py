@@ -24,7 +24,6 @@ from flashmla_cupy import (  # noqa: E402
 from flashmla_cupy.kv_format import D512, V32  # noqa: E402
 from flashmla_cupy.ops import _device, _plans, _select, combine, sched_meta  # noqa: E402
 from flashmla_cupy.ops import sparse_decode as sparse_decode_op  # noqa: E402
-from flashmla_cupy.ops import sparse_prefill as sparse_prefill_op  # noqa: E402
 from flashmla_cupy.reference import combine as reference_combine  # noqa: E402
 from flashmla_cupy.reference import dense_decode as reference_dense  # noqa: E402
 from flashmla_cupy.reference import kv_quant, sparse_decode, sparse_prefill  # noqa: E402
@@ -386,11 +385,9 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
 @pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case.name)
-def test_sparse_prefill_of_hostile_arrays(gpu, case, far, monkeypatch):
+def test_sparse_prefill_of_hostile_arrays(gpu, case):
     """Unused rows NaN or Inf, views of larger buffers, guard bands around the results; one plan for two calls."""
-    monkeypatch.setattr(sparse_prefill_op, "FAR_BYTES", 0 if far else 1 << 40)
     given, machine = prefill_inputs.build(case), Machine(np, False, "simulated")
     arrays = {name: getattr(given, name) for name in ("q", "kv", "indices")} | given.keywords()
     arrays |= {name: guarded.array for name, guarded in given.outputs.items()}

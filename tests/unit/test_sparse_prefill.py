@@ -171,13 +171,12 @@ def test_rounded_reference_is_near_the_exact_one():
 # ---- selection
 def test_kernels_are_for_hopper():
     specs = [spec for spec in _select.all_specs() if spec.op == "sparse_prefill"]
-    assert [".".join(spec.tag) for spec in specs] == [
-        "bf16.d576.near", "bf16.d512.near", "bf16.d576.far", "bf16.d512.far"]
-    problem = Problem("sparse_prefill.near", "bfloat16", 576, 512)
+    assert [".".join(spec.tag) for spec in specs] == ["bf16.d576", "bf16.d512"]
+    problem = Problem("sparse_prefill", "bfloat16", 576, 512)
     with experimental_kernels():
         assert select(problem, H200) == specs[0]
         with pytest.raises(UnsupportedError, match="got float16 with 576, expected bfloat16 with 576"):
-            select(Problem("sparse_prefill.far", "float16", 576, 512), H200)
+            select(Problem("sparse_prefill", "float16", 576, 512), H200)
         with pytest.raises(UnsupportedError, match="compute capability: got 8.0"):
             select(problem, DeviceInfo("A100", (8, 0), "sm_80", 108, 166912))
 
