@@ -34,13 +34,6 @@ def allow_experimental(ctx: click.Context, _: click.Parameter, value: bool) -> N
         ctx.with_resource(_select.experimental_kernels())
 
 
-def ask_for_crossover(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    if value:
-        from flashmla_cupy.ops import sparse_decode
-
-        ctx.with_resource(sparse_decode.with_crossover())
-
-
 EXPERIMENTAL = click.option("--experimental", is_flag=True, expose_value=False, callback=allow_experimental,
                             help="Also kernels that have no passing record of a GPU validation yet.")
 
@@ -131,23 +124,23 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
 
 
 @cli.command()
-@click.option("--op", type=click.Choice(["dense_decode", "sparse_decode", "sparse_prefill"]), default="dense_decode",
-              show_default=True)
+@click.option("--op", type=click.Choice(["dense_decode", "sparse_decode", "sparse_prefill", "kv_quant"]),
+              default="dense_decode", show_default=True)
 @click.option("--case", "pattern", help="Only rows whose name contains this, such as '128,16' or 'graph'.")
 @click.option("--peer-lib", "peer_paths", multiple=True, type=click.Path(),
               help="A torch extension with FlashMLA's or FlashAttention-3's kernels to measure beside ours; may be "
                    "repeated.")
 @click.option("--graph", is_flag=True, help="Measure every row inside a CUDA graph (small batches always are).")
 @click.option("--host", is_flag=True, help="Only the host time of an eager call and the first-call times.")
-@click.option("--crossover", is_flag=True, expose_value=False, callback=ask_for_crossover,
-              help="sparse_decode: two CTAs share the dequantizing, which is not faster.")
+@click.option("--crossover", is_flag=True, help="sparse_decode: two CTAs share the dequantizing, which is not faster.")
 @click.option("--repeats", default=15, show_default=True, type=click.IntRange(1), help="Repetitions behind a median.")
 @click.option("--plot", type=PNG, help="Write a roofline PNG.")
 @click.option("--json", "json_path", type=FILE, help="Write every figure.")
 @EXPERIMENTAL
-def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool, host: bool, repeats: int,
-          plot: Path | None, json_path: Path | None) -> None:
-    """Time the kernels, and peers on the same arrays in the same run."""
+def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool, host: bool, crossover: bool,
+          repeats: int, plot: Path | None, json_path: Path | None) -> None:
+    """Time the kernels, and peers on the same arrays in the same run (kv_quant: a plain copy)."""
+    from flashmla_cupy.ops import sparse_decode
     from flashmla_cupy.runtime import env as variables
     from flashmla_cupy.testing import bench as timing
     from flashmla_cupy.testing import bench_cases, peers, report
@@ -155,11 +148,17 @@ def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool
     from flashmla_cupy.testing.environment import versions
 
     variables.check()
+    if crossover and op != "sparse_decode":
+        raise ValueError(f"--crossover: got --op {op}, expected sparse_decode, which alone has it")
+    if plot is not None and op == "kv_quant":
+        raise ValueError("--plot: got a file, expected none with --op kv_quant, which has no FLOP for a roofline")
     cases = bench_cases.select(pattern, op)
     machine = machines.detect()
     if not machine.gpu:
         raise click.ClickException("bench: no GPU was found; `kernels compile` and `validate` work without one")
     out, rivals = console(), peers.load(list(peer_paths), op)
+    if crossover:
+        click.get_current_context().with_resource(sparse_decode.with_crossover())
     out.print(f"[bold]{escape(machine.name)}[/], {op}")
     rows, figures = [], {}
     if host or pattern is None:

@@ -112,7 +112,7 @@ _SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE, _PAGED_CROSSOVER_DECODE = 
 _FEW_ROWS_DECODE, _PAGED_FEW_ROWS_DECODE = (
     {("bfloat16", kv_format.V32.d_qk): KernelSpec("sparse_decode", "few_rows_sm90",
                                                   ("sparse_decode::FewRows<kv_format::V32>", paged, "false"),
-                                                  (kv_format.V32.name, tag), "SparseDecodeParams", experimental=True)}
+                                                  (kv_format.V32.name, tag), "SparseDecodeParams")}
     for tag, paged in (("few_indices", "false"), ("few_paged", "true")))
 _SPARSE_PREFILL = {
     ("bfloat16", d_qk): KernelSpec("sparse_prefill", "sm90", (str(d_qk),), ("bf16", f"d{d_qk}"), "SparsePrefillParams")

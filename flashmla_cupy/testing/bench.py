@@ -1,8 +1,8 @@
-"""Timing of the attention kernels: ours and the peers interleaved in one run, by CUDA events.
+"""Timing of the kernels: ours and the peers interleaved in one run, by CUDA events.
 
 Large rows: the L2 is flushed before each call, median of the repetitions. Small rows: the time of one call inside a
 CUDA graph that cycles through caches which together are many times the L2. Metadata and outputs are given to every
-call and are not timed.
+call and are not timed. A row of cache conversion has a plain copy, timed right after it, for comparison.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from flashmla_cupy.errors import FlashMLAError
 from flashmla_cupy.ops import _select
 from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 from flashmla_cupy.runtime import env
-from flashmla_cupy.testing import bench_data, first_call, prefill_bench, sparse_bench, trace, work_model
-from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, PrefillBenchCase, SparseBenchCase
+from flashmla_cupy.testing import bench_data, first_call, kv_quant_bench, prefill_bench, sparse_bench, trace, work_model
+from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, KvQuantBenchCase, PrefillBenchCase, SparseBenchCase
 from flashmla_cupy.testing.bench_data import BenchData
 from flashmla_cupy.testing.peers import Peer, as_torch, serving
 
 OURS = "flashmla_cupy"
-_MODULES = {SparseBenchCase: sparse_bench, PrefillBenchCase: prefill_bench}  # the other rows are dense decode
+_MODULES = {  # the other rows are dense decode
+    SparseBenchCase: sparse_bench, PrefillBenchCase: prefill_bench, KvQuantBenchCase: kv_quant_bench
+}
 _FLUSH_BYTES = 512 << 20
+_COPY_BYTES = 1 << 30
 _SAME_RESULT = 0.02  # relative to the largest output; beyond it ours and a peer did not compute the same thing
 
 
@@ -46,6 +49,7 @@ class Row:
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)  # fastest, slowest
     differences: dict[str, float] = field(default_factory=dict)  # peer: max |ours - peer| / max |peer|
     errors: dict[str, str] = field(default_factory=dict)
+    copy_gbps: float | None = None  # of a device-to-device copy, where a row is compared with one
 
     @property
     def work(self) -> work_model.Work:
@@ -56,6 +60,11 @@ class Row:
         if peer not in self.us or OURS not in self.us:
             return None
         return self.us[peer] / self.us[OURS]
+
+    @property
+    def copy_share(self) -> float | None:
+        """GB/s of ours as a fraction of the copy's."""
+        return None if self.copy_gbps is None else self.work.gbps(self.us[OURS]) / self.copy_gbps
 
     def as_json(self) -> dict[str, Any]:
         work = self.work
@@ -69,6 +78,8 @@ class Row:
             "ratio": {name: self.ratio(name) for name in self.us if name != OURS},
             "difference": self.differences,
             "errors": self.errors,
+            "copy_gbps": self.copy_gbps,
+            "copy_share": self.copy_share,
         }
 
 
@@ -86,6 +97,8 @@ def measure(case: AnyCase, peers: list[Peer], *, graph: bool | None = None, repe
         for name, values in times.items():
             row.us[name] = statistics.median(values)
             row.spread[name] = (min(values), max(values))
+        if isinstance(case, KvQuantBenchCase):
+            row.copy_gbps = _copy_gbps(repeats)
     finally:
         calls = data = None  # the arrays must be unreferenced before their memory can be handed back
         bench_data.release()
@@ -171,6 +184,15 @@ def _eager_times(calls: dict[str, Callable[[int], Any]], repeats: int) -> dict[s
             flush.data.memset_async(0, _FLUSH_BYTES)
             times[name].append(_event_us(call, 0))
     return times
+
+
+def _copy_gbps(repeats: int) -> float:
+    """Bytes read and written by a plain device-to-device copy, per nanosecond."""
+    import cupy as cp
+
+    source, target = (cp.empty(_COPY_BYTES, np.uint8).data for _ in range(2))
+    times = _eager_times({"copy": lambda i: target.copy_from_device_async(source, _COPY_BYTES)}, repeats)
+    return work_model.Work(0.0, 2.0 * _COPY_BYTES).gbps(statistics.median(times["copy"]))
 
 
 def _graph_times(calls: dict[str, Callable[[int], Any]], row: Row, count: int, repeats: int) -> dict[str, list[float]]:
@@ -289,7 +311,7 @@ def _host_us(call: Callable[[int], Any], calls: int, batch: int = 50) -> float:
 
 @dataclass(frozen=True)
 class FirstCall:
-    """Seconds in a fresh process. compile: per kernel. call: the first decode, from call to result on the GPU."""
+    """Seconds in a fresh process. compile: per kernel. call: the op's first, from call to result on the GPU."""
 
     context_seconds: float
     call_seconds: float

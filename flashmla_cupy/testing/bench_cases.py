@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
-from flashmla_cupy.kv_format import V32
+from flashmla_cupy.kv_format import FORMATS, V32, KVFormat
 
 PAGE_SIZE = 64
 
@@ -163,9 +164,39 @@ SPARSE_PREFILL = tuple(
     )
 )
 FP8_DENSE = tuple(BenchCase(128, h_q, 1, 8192, fp8=True) for h_q in (128, 16, 64))  # each is in DENSE_DECODE, in bf16
-AnyCase = BenchCase | SparseBenchCase | PrefillBenchCase
+
+
+@dataclass(frozen=True)
+class KvQuantBenchCase:
+    """A whole cache from `dtype` to FP8 ("quantize") or back ("dequantize")."""
+
+    layout: str
+    dtype: str
+    direction: str
+    tokens: int = 1 << 20
+    small: bool = False
+
+    page_size: int = PAGE_SIZE
+
+    @property
+    def name(self) -> str:
+        """As in the tables: "v32 bfloat16 quantize"."""
+        return f"{self.layout} {self.dtype} {self.direction}"
+
+    @property
+    def format(self) -> KVFormat:
+        return FORMATS[self.layout]
+
+
+KV_QUANT = tuple(
+    KvQuantBenchCase(*row) for row in itertools.product(FORMATS, ("bfloat16", "float32"), ("quantize", "dequantize"))
+)
+AnyCase = BenchCase | SparseBenchCase | PrefillBenchCase | KvQuantBenchCase
 ROWS = {
-    "dense_decode": DENSE_DECODE, "sparse_decode": SPARSE_DECODE + FP8_DENSE, "sparse_prefill": SPARSE_PREFILL
+    "dense_decode": DENSE_DECODE,
+    "sparse_decode": SPARSE_DECODE + FP8_DENSE,
+    "sparse_prefill": SPARSE_PREFILL,
+    "kv_quant": KV_QUANT,
 }
 
 

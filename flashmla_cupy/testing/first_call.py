@@ -23,7 +23,7 @@ def main(op: str = "dense_decode", flag: str = "") -> None:
     cp.cuda.Device().synchronize()
     context_seconds = time.perf_counter() - started
 
-    from flashmla_cupy import flash_mla_sparse_fwd, flash_mla_with_kvcache
+    from flashmla_cupy import flash_mla_sparse_fwd, flash_mla_with_kvcache, quantize_kv_cache
     from flashmla_cupy.ops._select import all_specs, experimental_kernels
     from flashmla_cupy.testing import trace
 
@@ -34,6 +34,8 @@ def main(op: str = "dense_decode", flag: str = "") -> None:
             flash_mla_with_kvcache(q, fp8_cache, None, None, 512, is_fp8_kvcache=True, indices=indices)
         elif op == "sparse_prefill":
             flash_mla_sparse_fwd(q[0], cache.reshape(-1, 1, 576), indices, 576**-0.5)
+        elif op == "kv_quant":
+            quantize_kv_cache(cache)
         else:
             flash_mla_with_kvcache(q, cache, table, lengths, 512)
         cp.cuda.Device().synchronize()

@@ -29,11 +29,13 @@ class Peer:
 def load(paths: list[str], op: str = "dense_decode") -> list[Peer]:
     """The kernels for `op` that the given shared libraries register.
 
-    Raises FlashMLAError for a library that is missing, or that has none.
+    Raises FlashMLAError for a library that is missing or has none, and where no library is known to have any.
     """
     if not paths:
         return []
     known = _KNOWN[op]
+    if not known:
+        raise FlashMLAError(f"peer-lib: got a library, expected none with {op}: no peer has kernels for it")
     try:
         import torch
     except ImportError:
@@ -188,4 +190,5 @@ _KNOWN = {
     },
     "sparse_decode": {"_flashmla_C.sparse_decode_fwd": Peer("FlashMLA", _flash_mla_sparse)},
     "sparse_prefill": {"_flashmla_C.sparse_prefill_fwd": Peer("FlashMLA", _flash_mla_prefill)},
+    "kv_quant": {},
 }

@@ -121,18 +121,24 @@ BENCH_TITLES = {  # op -> title, what a row's name lists
     "dense_decode": ("Dense decode, bf16, page 64", "b,h_q,s_q,s_k"),
     "sparse_prefill": ("Sparse prefill, bf16", "s_q,s_kv,h_q,topk"),
     "sparse_decode": ("Decode, FP8 cache, sparse and dense", "b,h_q,s_q,topk (dense: s_k)"),
+    "kv_quant": ("Cache conversion, 2^20 tokens, page 64", "layout, other type, direction"),
 }
 
 
 def bench_table(rows: list[Row], peers: list[str], op: str = "dense_decode") -> Table:
     title, names = BENCH_TITLES[op]
-    columns = [names, "us", "TFLOP/s", "GB/s"]
+    converts = op == "kv_quant"
+    columns = [names, "us", *(("GB/s", "copy GB/s", "share") if converts else ("TFLOP/s", "GB/s"))]
     for peer in peers:
         columns += [f"{peer} us", "ratio"]
     table = _table(f"{title} (median)", *columns)
     for row in rows:
         us, work = row.us[OURS], row.work
-        cells: list[str | Text] = [row.case.name, f"{us:.1f}", f"{work.tflops(us):.0f}", f"{work.gbps(us):.0f}"]
+        cells: list[str | Text] = [row.case.name, f"{us:.1f}"]
+        if converts:
+            cells += [f"{work.gbps(us):.0f}", f"{row.copy_gbps:.0f}", f"{row.copy_share:.2f}"]
+        else:
+            cells += [f"{work.tflops(us):.0f}", f"{work.gbps(us):.0f}"]
         for peer in peers:
             ratio = row.ratio(peer)
             if ratio is None:
@@ -141,7 +147,11 @@ def bench_table(rows: list[Row], peers: list[str], op: str = "dense_decode") -> 
             style = "green" if ratio >= 1.0 else "yellow" if ratio >= 0.95 else "red"
             cells += [f"{row.us[peer]:.1f}", Text(f"{ratio:.3f}", style=style)]
         table.add_row(*cells)
-    table.caption = "ratio: the peer's time over ours; above 1 ours is faster"
+    table.caption = (
+        "share: GB/s over those of a plain device-to-device copy"
+        if converts
+        else "ratio: the peer's time over ours; above 1 ours is faster"
+    )
     table.caption_justify = "left"
     return table
 

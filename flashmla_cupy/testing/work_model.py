@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashmla_cupy.kv_format import FORMATS
-from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, PrefillBenchCase, SparseBenchCase
+from flashmla_cupy.testing.bench_cases import AnyCase, BenchCase, KvQuantBenchCase, PrefillBenchCase, SparseBenchCase
+from flashmla_cupy.testing.inputs import DTYPES
 
 # Measured on one H200 (SXM): read bandwidth, and the matrix rate of this mix with operands resident on chip.
 H200_READ_GBPS = 4420.0
@@ -14,7 +15,10 @@ H200_MATRIX_TFLOPS = 880.0
 
 @dataclass(frozen=True)
 class Work:
-    """flop: both matrix products over the whole (unmasked) rectangle. byte: KV once, Q and O once."""
+    """flop: both matrix products over the whole (unmasked) rectangle. byte: KV once, Q and O once.
+
+    Of a cache conversion: no flop, and the bytes read and written.
+    """
 
     flop: float
     byte: float
@@ -52,7 +56,18 @@ def sparse_prefill(case: PrefillBenchCase) -> Work:
     return Work(2.0 * case.h_q * keys * widths, 2.0 * (keys * case.d_qk + case.s_q * case.h_q * widths))
 
 
+def kv_quant(case: KvQuantBenchCase) -> Work:
+    token_bytes = case.format.d_qk * DTYPES[case.dtype].itemsize + case.format.bytes_per_token
+    return Work(0.0, float(case.tokens * token_bytes))
+
+
+_MODELS = {
+    BenchCase: dense_decode,
+    SparseBenchCase: sparse_decode,
+    PrefillBenchCase: sparse_prefill,
+    KvQuantBenchCase: kv_quant,
+}
+
+
 def of(case: AnyCase) -> Work:
-    if isinstance(case, PrefillBenchCase):
-        return sparse_prefill(case)
-    return sparse_decode(case) if isinstance(case, SparseBenchCase) else dense_decode(case)
+    return _MODELS[type(case)](case)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -246,7 +248,7 @@ def test_two_row_blocks_share_keys(gpu, s_q, h_q, tag):
 
 
 @pytest.mark.parametrize("rows, few_rows, crossover, expected", [
-    (1, True, False, "few_"), (32, True, False, "few_"), (33, True, False, ""), (16, False, False, ""),
+    (1, True, False, "few_"), (16, True, False, "few_"), (17, True, False, ""), (16, False, False, ""),
     (16, True, True, ""), (128, True, True, "crossover"), (128, True, False, "")])
 def test_rows_decide_which_kernel(rows, few_rows, crossover, expected):
     names = [sparse_decode_op.variant(sparse, rows, few_rows, crossover) for sparse in (True, False)]
@@ -254,19 +256,27 @@ def test_rows_decide_which_kernel(rows, few_rows, crossover, expected):
                      else [f"{expected}indices", f"{expected}paged"])
 
 
-@pytest.mark.parametrize("s_q, h_q, d_qk, blocks", [(1, 16, 576, 1), (4, 4, 576, 1), (1, 17, 576, 2), (2, 16, 576, 2),
-                                                    (3, 16, 576, 0), (1, 16, 512, 0)])
-def test_few_rows_have_a_kernel_of_their_own(gpu, monkeypatch, s_q, h_q, d_qk, blocks):
+@pytest.mark.parametrize("s_q, h_q, d_qk, few", [(1, 16, 576, True), (4, 4, 576, True), (1, 17, 576, False),
+                                                 (2, 16, 576, False), (1, 16, 512, False)])
+def test_few_rows_have_a_kernel_of_their_own(gpu, monkeypatch, s_q, h_q, d_qk, few):
     width = 656 if d_qk == 576 else 584
     cache = gpu.array((40, 64, 1, width), np.uint8, strides=(-(-64 * width // 576) * 576, width, width, 1))
     arguments = {**dense_fp8(gpu), "q": gpu.array((2, s_q, h_q, d_qk)), "k_cache": cache}
-    flash_mla_with_kvcache(**arguments)
-    decode = gpu.take()[1]
-    assert decode.name.startswith(FEW_ROWS) is (blocks > 0) and decode.grid == (max(blocks, 1), 1, 132)
-    _plans.clear_plans()
     with monkeypatch.context() as patch:
         patch.setattr(_select, "_experimental_allowed", False)
         flash_mla_with_kvcache(**arguments)
+    decode = gpu.take()[1]
+    assert decode.name.startswith(FEW_ROWS) is few and decode.grid == (1, 1, 132)
+
+
+@pytest.mark.parametrize("make", [sparse, dense_fp8], ids=["indices", "dense"])
+def test_few_rows_do_without_a_kernel_that_is_experimental(gpu, monkeypatch, make):
+    with monkeypatch.context() as patch:
+        patch.setattr(_select, "_experimental_allowed", False)
+        for table in (_select._FEW_ROWS_DECODE, _select._PAGED_FEW_ROWS_DECODE):
+            for key, spec in table.items():
+                patch.setitem(table, key, replace(spec, experimental=True))
+        flash_mla_with_kvcache(**make(gpu))
     assert gpu.take()[1].name.startswith("sparse_decode.sm90.")
 
 

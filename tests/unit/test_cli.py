@@ -15,7 +15,7 @@ from flashmla_cupy.ops import _select
 from flashmla_cupy.runtime import cache as store
 from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import device, inspect
-from flashmla_cupy.testing import checks, machine, terminal
+from flashmla_cupy.testing import bench, checks, environment, machine, report, terminal
 from flashmla_cupy.testing.compare import Errors
 from tests.common import REPO
 
@@ -130,6 +130,36 @@ def test_validate_refuses_a_record_without_a_gpu(tmp_path):
 def test_bench_needs_a_gpu():
     assert invoke("bench", code=1).count("\n") == 1
     assert "case: got 'nothing'" in invoke("bench", "--case", "nothing", code=1)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--op", "kv_quant", "--case", "nothing"), "case: got 'nothing', expected part of a name such as 'v32 bfloat"),
+        (("--op", "kv_quant", "--crossover"), "--crossover: got --op kv_quant, expected sparse_decode"),
+        (("--crossover",), "--crossover: got --op dense_decode, expected sparse_decode"),
+        (("--op", "kv_quant", "--plot", "x.png"), "--plot: got a file, expected none with --op kv_quant"),
+    ],
+)
+def test_bench_refuses(monkeypatch, arguments, message):
+    monkeypatch.setattr(report, "check_picture", lambda option, path: None)
+    assert message in invoke("bench", *arguments, code=1)
+
+
+def test_bench_of_cache_conversion(monkeypatch, tmp_path):
+    def measure(case, peers, *, graph, repeats):
+        return bench.Row(case, bool(graph), us={bench.OURS: 500.0}, copy_gbps=4000.0)
+
+    monkeypatch.setattr(machine, "detect", lambda: machine.Machine(None, True, "some GPU"))
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(environment, "versions", lambda machine: {})
+    arguments = ("bench", "--op", "kv_quant", "--case", "d512", "--graph", "--json", str(tmp_path / "b.json"))
+    output = invoke(*arguments)
+    assert "Cache conversion" in output and "d512 float32 dequantize" in output and "0.84" in output
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert len(rows) == 4 and all(row["graph"] and row["copy_gbps"] == 4000.0 for row in rows)
+    assert rows[0]["copy_share"] == pytest.approx(0.843, abs=1e-3)
+    assert "expected none with kv_quant" in invoke(*arguments, "--peer-lib", "x.so", code=1)
 
 
 def test_kernels_list_counts_and_explains():

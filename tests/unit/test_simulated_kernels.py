@@ -235,7 +235,7 @@ FEW_PAGED = {  # lengths, s_q, h_q, page size (0: contiguous), causal
     "causal, over a unit's end": ((33, 2, 96, 129), 4, 4, 16, True),
     "causal, one row of queries empty": ((1, 70), 2, 8, 48, True),
     "contiguous": ((90, 31), 2, 8, 0, False),
-    "two CTAs, causal": ((33, 130), 3, 8, 64, True),
+    "rows of three tokens, causal": ((33, 130), 3, 5, 64, True),
     "many laps": ((9000,), 1, 16, 64, False),
 }
 
@@ -264,7 +264,6 @@ FEW_INDICES = {  # batch, s_q, h_q, topk, extra topk, whether indices are a run
     "one token": (1, 1, 16, 1, 0, False),
     "63, 65": (1, 2, 3, 63, 65, False),
     "split, runs": (2, 1, 16, 500, 0, True),
-    "two CTAs": (1, 1, 24, 70, 0, False),
     "nothing valid in a unit": (2, 2, 16, 128, 0, False),
 }
 

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from flashmla_cupy.kv_format import FORMATS
+from flashmla_cupy.ops.sparse_decode import multiplies_exact_keys
 from flashmla_cupy.reference import kv_quant, sparse_decode
 from flashmla_cupy.reference._numerics import round_to
 from flashmla_cupy.testing import (
@@ -209,13 +210,15 @@ def test_a_wrong_mask_scale_or_length_is_noticed(monkeypatch, wrong):
     assert sparse_checks.dense(replace(SMALL, unchanged=False, poison="zero"), CPU).message is not None
 
 
-def test_references_of_a_kernel():
-    """As for a kernel with indices: out against exact keys, lse against rounded ones."""
-    given = fp8_dense_inputs.build(SMALL)
-    (out, lse), rounded = sparse_checks.expected_dense(SMALL, given, GPU)
-    plain, same = sparse_checks.expected_dense(SMALL, given, CPU)
-    assert np.allclose(out, plain[0], rtol=1e-12, atol=1e-12) and not np.array_equal(lse, plain[1])
-    assert np.array_equal(lse, rounded[1]) and not np.array_equal(rounded[0], same[0])
+@pytest.mark.parametrize("h_q, few", [(8, True), (9, False)])
+def test_references_of_a_kernel(h_q, few):
+    """As for a kernel with indices: out against exact keys, lse against those that the kernel multiplies."""
+    case = replace(SMALL, h_q=h_q)
+    given = fp8_dense_inputs.build(case)
+    (out, lse), rounded = sparse_checks.expected_dense(case, given, GPU)
+    plain, same = sparse_checks.expected_dense(case, given, CPU)
+    assert np.allclose(out, plain[0], rtol=1e-12, atol=1e-12) and not np.array_equal(rounded[0], same[0])
+    assert np.allclose(lse, plain[1], rtol=1e-12, atol=1e-12) is few and np.array_equal(lse, rounded[1]) is not few
     assert np.array_equal(round_to(rounded[0], given.q.dtype), same[0])  # a kernel's is rounded by the budget
 
 
@@ -228,7 +231,7 @@ def zeros_for_missing_pages(case, given, xp, *, k_cache, block_table):
 
 
 def best_kernel(case, given, xp, *, k_cache, block_table):
-    """Missing pages are left out; rounds as little as a kernel can."""
+    """Missing pages are left out; rounds as little as the kernel that the case gets can."""
     positions = np.arange(max(case.lengths))
     slots = block_table.astype(np.int64)[:, positions // case.page_size] * case.page_size + positions % case.page_size
     indices = np.full((case.batch, case.s_q, len(positions)), -1)
@@ -237,6 +240,8 @@ def best_kernel(case, given, xp, *, k_cache, block_table):
             count = max(0, length - case.s_q + token + 1) if case.causal else length
             indices[request, token, :count] = slots[request, :count]
     out, lse = sparse_decode.attend(given.q, k_cache, indices, mode="rounded")
+    if multiplies_exact_keys(False, case.s_q * case.h_q, case.d_qk):
+        _, lse = sparse_decode.attend(given.q, k_cache, indices, mode="exact")
     given.out.array[...], given.lse.array[...] = out.astype(given.out.dtype), lse
     return given.out.array, given.lse.array
 
