@@ -6,8 +6,6 @@
 
 namespace flashmla::attention {
 
-constexpr int kHalfPartialColumns = 256;  // that share a factor
-
 // largest: of the magnitudes. The power of two by which it becomes 2^14 to 2^15; tiny ones stop at 2^100, infinite ones
 // (and NaN, which wins no maximum) at 2^-114.
 __device__ __forceinline__ float half_partial_factor(float largest) {

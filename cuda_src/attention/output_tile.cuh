@@ -2,7 +2,6 @@
 // output.
 #pragma once
 #include "common/types.cuh"
-#include "ptx/fence.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
@@ -19,13 +18,13 @@ __device__ __forceinline__ void pack_probabilities(const float (&s)[32], uint32_
     for (int i = 0; i < 4; i++) p[k][i] = tile::pack<Element>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
 }
 
-// P of this warp's 16 rows into the swizzled tile, for wgmma to read. thread: in the warpgroup.
+// P of this warp's 16 rows into the swizzled tile; wgmma reads it after a fence_proxy_async, whose latency the caller may hide.
+// thread: in the warpgroup.
 __device__ __forceinline__ void store_probabilities(const uint32_t (&p)[4][4], uint32_t p_smem, int thread) {
   const int row = thread / 32 * 16 + thread % 16, chunk = thread % 32 / 16;
 #pragma unroll
   for (int k = 0; k < 4; k++)  // 16 of the 64 tokens
     ptx::stmatrix_x4(p_smem + tile::swizzle_128b(row, 2 * k + chunk), p[k][0], p[k][1], p[k][2], p[k][3]);
-  ptx::fence_proxy_async();
 }
 
 // Multiplies the accumulated rows by their factors, where any of the warp's rows has one.

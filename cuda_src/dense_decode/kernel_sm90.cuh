@@ -273,6 +273,7 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
     bool pending = false;  // P of the block before is not announced yet
     for (; block < end_block; block++) {
       issue_scores<Config>(s, q, smem, k_ring);
+      if (pending) ptx::fence_proxy_async();  // P of the block before; its latency lies under Q K^T
       ptx::wgmma_wait_group<1>();
       if (pending) arrive_once_per_warp(smem_addr(&smem.p_full));
       ptx::wgmma_wait_group<0>();
@@ -303,7 +304,10 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
         }
       }
       pending = late && block + 1 < end_block;
-      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full));
+      if (!pending) {
+        ptx::fence_proxy_async();
+        arrive_once_per_warp(smem_addr(&smem.p_full));
+      }
     }
     const int slot = load_fragment(params, plan, req).slot;
     store_lse(params, slot, req, row, state0.max_log2 + ptx::lg2_approx_ftz(state0.sum));

@@ -389,6 +389,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       uint32_t p[4][4];
       attention::pack_probabilities<bf16_t>(s, p);
       attention::store_probabilities(p, smem_addr(smem.p), ptx::tid_x() % 128);
+      ptx::fence_proxy_async();
       const bool last = block + 1 == end_block;
       if (last) {
         state0.sum = tile::quad_sum(state0.sum);

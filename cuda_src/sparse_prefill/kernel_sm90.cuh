@@ -147,7 +147,7 @@ __device__ __forceinline__ void issue_scores(float (&s)[32], const uint32_t (&q)
                                              typename Config::Storage& smem,
                                              const tile::RingPosition<Config::kStages>& ring) {
   tile::wait(smem_addr(&smem.full[ring.stage]), ring.phase);
-  ptx::fence_proxy_async();  // what cp.async wrote is for wgmma to read, here and in the output warps
+  ptx::fence_proxy_async();  // what cp.async wrote, and P of the block before, is for wgmma to read, here and in the output warps
   ptx::wgmma_fence();
 #pragma unroll
   for (int t = 0; t < Config::kTiles; t++) {
@@ -255,6 +255,7 @@ __device__ __forceinline__ void compute_scores(const SparsePrefillParams& params
       }
       pending = !last;
       if (last) {
+        ptx::fence_proxy_async();
         arrive_once_per_warp(smem_addr(&smem.p_full));
         if (next < params.items) copy_query_rest<Config>(params, next, smem);
       }

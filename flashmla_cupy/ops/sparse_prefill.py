@@ -186,7 +186,8 @@ class _Plan:
         if self.empty:
             return
         self.kernel = _device.get_kernel(Problem("sparse_prefill", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
-        self.grid = (min(_device.info(device_id).sm_count, p.items), 1, 1)  # persistent: a CTA fills an SM
+        rounds = -(-p.items // _device.info(device_id).sm_count)  # persistent: a CTA fills an SM
+        self.grid = (-(-p.items // rounds), 1, 1)  # no more of them than these rounds need
         float32 = np.dtype(np.float32)
         strides = {
             **_device.element_strides("q", q.strides[:2], q.dtype, "token head"),
