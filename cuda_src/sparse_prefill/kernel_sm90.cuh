@@ -5,7 +5,7 @@
 // leaves shared memory for three KV stages; two only accumulate, each one half of the 512 output dims. Rows are gathered by
 // cp.async, 16 bytes a lane, by the warps that leave a stage last.
 //
-// grid    (min(SMs, items)): persistent CTAs, one an SM; an item is 64 heads of one query token. CTA i works on items i,
+// grid    persistent CTAs, one an SM, as many as the rounds need; an item is 64 heads of one query token. CTA i works on items i,
 //         i + grid, ...: the head blocks of a token at the same time on neighbours
 // block   384 threads, no cluster; 184 registers a thread for scores, 160 for output
 // roles   warpgroup 0  scores: S = Q K^T, softmax, P to shared memory, row maxima and sums, log-sum-exp, sink

@@ -187,7 +187,7 @@ class _Plan:
             return
         self.kernel = _device.get_kernel(Problem("sparse_prefill", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
         rounds = -(-p.items // _device.info(device_id).sm_count)  # persistent: a CTA fills an SM
-        self.grid = (-(-p.items // rounds), 1, 1)  # no more of them than these rounds need
+        self.grid = (-(-p.items // rounds), 1, 1)  # no more of them than the rounds need
         float32 = np.dtype(np.float32)
         strides = {
             **_device.element_strides("q", q.strides[:2], q.dtype, "token head"),

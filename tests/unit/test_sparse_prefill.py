@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+import cupy
 import ml_dtypes
 import numpy as np
 import pytest
 
 from flashmla_cupy import UnsupportedError, flash_mla_sparse_fwd
-from flashmla_cupy.ops import _select
+from flashmla_cupy.ops import _device, _select, sparse_prefill
 from flashmla_cupy.ops._select import Problem, experimental_kernels, select
 from flashmla_cupy.reference import sparse_prefill as reference
 from flashmla_cupy.runtime.device import DeviceInfo
@@ -179,6 +180,18 @@ def test_kernels_are_for_hopper():
             select(Problem("sparse_prefill", "float16", 576, 512), H200)
         with pytest.raises(UnsupportedError, match="compute capability: got 8.0"):
             select(problem, DeviceInfo("A100", (8, 0), "sm_80", 108, 166912))
+
+
+@pytest.mark.parametrize("name, stride, copied", [
+    ("kv", 1152, False), ("kv", -1152, False), ("kv", 2**31 - 16, False), ("kv", 2**31, True), ("kv", -(2**31), True),
+    ("kv", 1160, True), ("q", 2**31, False)])
+def test_rows_too_far_apart_for_the_kernel_are_copied(monkeypatch, name, stride, copied):
+    """The kernel has the bytes between rows of kv as int32."""
+    memory = cupy.cuda.UnownedMemory(1 << 40, 1 << 40, None, 0)
+    x = cupy.ndarray((3, 1, 576), np.dtype(ml_dtypes.bfloat16), cupy.cuda.MemoryPointer(memory, 1 << 35),
+                     (stride, 1152, 2))
+    monkeypatch.setattr(_device, "contiguous", lambda x: "a copy")
+    assert sparse_prefill._staged(name, x, 0) is ("a copy" if copied else x)
 
 
 @pytest.mark.parametrize("name, offsets", [
