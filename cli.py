@@ -52,6 +52,7 @@ def cli() -> None:
     "--op",
     "ops",
     multiple=True,
+    callback=lambda context, option, ops: tuple(dict.fromkeys(ops)),
     type=click.Choice(["sched_meta", "combine", "dense_decode", "kv_quant", "sparse_decode", "sparse_prefill"]),
     help="Only this op; may be repeated.",
 )

@@ -96,6 +96,14 @@ def contiguous(x: cupy.ndarray, dtype: Any = None) -> cupy.ndarray:
     return cupy.array(x, dtype=dtype, order="C")
 
 
+def as_int32(x: cupy.ndarray) -> cupy.ndarray:
+    """A new C-contiguous int32 copy, at a multiple of 16 bytes. Values beyond int32 become the nearest that it holds: a
+    length beyond every cache, a place that is none."""
+    if not np.can_cast(x.dtype, np.int32):
+        x = cupy.clip(x, 0 if x.dtype.kind == "u" else -(2**31), 2**31 - 1)
+    return contiguous(x, np.int32)
+
+
 def assign(target: cupy.ndarray, source: Any) -> None:
     """Writes `source` (an array or a number) into `target`, whatever its strides, and nowhere else."""
     target[...] = source

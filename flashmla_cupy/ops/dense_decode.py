@@ -160,7 +160,7 @@ def _staged_integers(name: str, x: Any, stream_ptr: int) -> Any:
     if _is_int32(x, rows_may_be_apart=name == "block_table") and (name != "tile_scheduler_metadata"
                                                                  or x.data.ptr % 16 == 0):
         return x
-    return _device.contiguous(x, np.int32)
+    return _device.as_int32(x)
 
 
 def _is_int32(x: Any, rows_may_be_apart: bool = False) -> bool:

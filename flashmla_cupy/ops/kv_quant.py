@@ -342,7 +342,7 @@ def _int32_rows(name: str, x: Any, stream_ptr: int) -> Any:
         return _device.upload(name, x, stream_ptr)
     if x.dtype == np.int32 and (x.flags.c_contiguous or (x.ndim == 2 and x.strides[1] == 4)):
         return x
-    return _device.contiguous(x, np.int32)
+    return _device.as_int32(x)
 
 
 def _row_stride(x: Any) -> int:

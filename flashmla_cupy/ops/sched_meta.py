@@ -137,7 +137,7 @@ def write_plan(lengths: Any, metadata: Any, num_splits: Any, cost_prefix_ptr: in
         return
     with _device.temporaries(stream_ptr):
         if lengths.dtype != np.int32 or lengths.strides[0] != 4:
-            lengths = _device.contiguous(lengths, np.int32)
+            lengths = _device.as_int32(lengths)
         launch_plan(batch, parts, lengths.data.ptr, metadata.data.ptr, num_splits.data.ptr, cost_prefix_ptr, stream_ptr,
                     _NO_FIXED_SEQLEN if topk is None else topk)
         del lengths  # a temporary goes back inside the block

@@ -190,8 +190,9 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
             x = cupy.clip(x.astype(np.int64), -1, 2**31 - 1).astype(np.int32)
         return x if x.shape[-1] == 1 or x.strides[-1] == 4 else _device.contiguous(x)
     dtype = np.float32 if name == "attn_sink" else np.int32
-    usable = x.dtype == dtype and x.flags.c_contiguous and (name != "tile_scheduler_metadata" or x.data.ptr % 16 == 0)
-    return x if usable else _device.contiguous(x, dtype)
+    if x.dtype == dtype and x.flags.c_contiguous and (name != "tile_scheduler_metadata" or x.data.ptr % 16 == 0):
+        return x
+    return _device.contiguous(x, dtype) if name == "attn_sink" else _device.as_int32(x)
 
 
 # ---- plan and launch ----

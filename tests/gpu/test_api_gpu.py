@@ -293,6 +293,13 @@ def test_integers_of_other_kinds(x, change):
         assert same_bits(call(x, **change(x)), expected)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_lengths_beyond_int32_are_those_of_a_full_cache(x, dtype):
+    full = cp.full_like(x.cache_seqlens, 2**31 - 1)
+    wide = full.astype(dtype) + cp.asarray([2**32 - 2**31 + 6], dtype)
+    assert same_bits(call(x, cache_seqlens=wide), call(x, cache_seqlens=full))
+
+
 def test_clear_errors_for_what_cannot_be_used(x):
     for name, change in (("q", x.q.astype(np.float32)), ("k_cache", x.k_cache[..., ::-1]), ("k_cache", x.k_cache[::-1]),
                          ("k_cache", x.k_cache.get())):

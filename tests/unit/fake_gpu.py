@@ -129,7 +129,8 @@ def gpu(monkeypatch) -> FakeGpu:
     for target, name, value in (
         (_device, "current_device", lambda: fake.device), (_device, "current_stream_ptr", lambda: STREAM),
         (_device, "on_device", on_device), (_device, "info", lambda device_id: fake.info),
-        (_device, "contiguous", contiguous), (_device, "assign", lambda *pair: fake.events.append(("assign", *pair))),
+        (_device, "contiguous", contiguous), (_device, "as_int32", lambda x: contiguous(x, np.int32)),
+        (_device, "assign", lambda *pair: fake.events.append(("assign", *pair))),
         (device, "is_capturing", lambda stream: fake.capturing), (cupy, "asarray", upload),
         (kernel_compile, "get_kernel", lambda spec: _Kernel(fake, spec)), (tensor_map, "encode", encode),
         (cupy.cuda, "malloc_async", fake.graph_alloc),

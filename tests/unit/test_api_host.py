@@ -16,7 +16,7 @@ from flashmla_cupy import (
     mla_workspace_bytes,
     quantize_kv_cache,
 )
-from flashmla_cupy.ops import _checks
+from flashmla_cupy.ops import _checks, _device
 from flashmla_cupy.reference._numerics import cast
 from flashmla_cupy.runtime import device
 
@@ -177,3 +177,23 @@ def test_device_tensors_with_a_pending_sign(gpu, bit):  # noqa: F811
 
     setattr(Tensor, f"is_{bit}", lambda self: True)
     fails(lambda: flash_mla_with_kvcache(**dict(gpu.decode(), q=Tensor())), "q", TypeError, f"resolve_{bit}()")
+
+
+WIDE = {  # values of a type, and what they become
+    np.int64: ([5, -1, 2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1, -(2**31), -(2**31) - 1, -(2**63)],
+               [5, -1, 2**31 - 1, 2**31 - 1, 2**31 - 1, 2**31 - 1, -(2**31), -(2**31), -(2**31)]),
+    np.uint64: ([5, 2**31, 2**64 - 1], [5, 2**31 - 1, 2**31 - 1]),
+    np.uint32: ([0, 2**31 - 1, 2**32 - 1], [0, 2**31 - 1, 2**31 - 1]),
+    np.int16: ([-5, 7], [-5, 7]),
+    np.int32: ([-(2**31), 2**31 - 1], [-(2**31), 2**31 - 1]),
+}
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_integers_beyond_int32_do_not_wrap(monkeypatch, dtype):
+    """On a device; the host refuses them."""
+    monkeypatch.setattr(_device.cupy, "clip", np.clip)
+    monkeypatch.setattr(_device.cupy, "array", np.array)
+    values, expected = WIDE[dtype]
+    got = _device.as_int32(np.array(values, dtype))
+    assert got.dtype == np.int32 and got.tolist() == expected

@@ -92,6 +92,15 @@ def test_validate_without_a_gpu_says_so_and_compiles(fake_compile, tmp_path):
     assert content["summary"] == {"checks": count, "passed": count, "failed": 0}
 
 
+def test_an_op_named_twice_is_validated_once(fake_compile, tmp_path):
+    names = []
+    for ops in (("combine",), ("combine", "combine")):
+        path = tmp_path / f"{len(ops)}.json"
+        invoke("validate", *(word for op in ops for word in ("--op", op)), "--json", str(path))
+        names.append([result["name"] for result in json.loads(path.read_text())["checks"]])
+    assert names[0] == names[1] and names[0]
+
+
 def test_validate_smoke_runs_the_numpy_backend(fake_compile):
     output = invoke("validate", "--suite", "smoke")
     assert "compiling every kernel" in output
