@@ -149,6 +149,11 @@ def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool
     from flashmla_cupy.testing.environment import versions
 
     variables.check()
+    given = click.get_current_context().get_parameter_source
+    for name, option in (("pattern", "--case"), ("peer_paths", "--peer-lib"), ("graph", "--graph"),
+                         ("crossover", "--crossover"), ("repeats", "--repeats"), ("plot", "--plot")):
+        if host and given(name) is not click.core.ParameterSource.DEFAULT:
+            raise ValueError(f"{option}: got it with --host, expected only one of the two: --host measures no rows")
     if crossover and op != "sparse_decode":
         raise ValueError(f"--crossover: got --op {op}, expected sparse_decode, which alone has it")
     if plot is not None and op == "kv_quant":

@@ -32,7 +32,8 @@ def quantize_kv_cache(kv: Any, *, layout: str = "v32", page_size: int | None = N
             (tokens, 1, d_qk), which fill one page after the other. d_qk is 576 for "v32" and 512 for "d512".
         layout: "v32" or "d512", see flashmla_cupy.kv_format.
         page_size: of the cache; required for tokens, and for pages nothing else than theirs.
-        out: the cache to write, as returned; pages may lie any multiple of 16 bytes apart. Slots behind the last token
+        out: the cache to write, as returned; pages may lie any multiple of 16 bytes apart from their
+            own size on. Slots behind the last token
             are left as they are.
         power_of_two_scales: also for "v32"; the scales of "d512" are powers of two in any case.
 
@@ -84,7 +85,7 @@ def dequantize_kv_cache(cache: Any, *, layout: str = "v32", dtype: Any = "bfloat
 
     Args:
         cache: uint8 (or int8, float8_e4m3fn) (pages, page_size, 1, bytes_per_token) as quantize_kv_cache returns it;
-            pages may lie any multiple of 16 bytes apart.
+            pages may lie any multiple of 16 bytes apart from their own size on.
         layout: "v32" or "d512".
         dtype: "bfloat16" or "float32".
         out: an array of that shape and type to write, any strides.
@@ -197,7 +198,8 @@ def cache_bytes(name: str, cache: Any) -> Any:
 
 
 def check_cache(name: str, cache: Any, layout: KVFormat) -> None:
-    """Shape and strides of a uint8 cache: the tokens of a page one behind the other, pages any distance apart."""
+    """Shape and strides of a uint8 cache: the tokens of a page one behind the other, pages at least their size
+    apart."""
     _checks.check_ndim(name, cache, 4, "(pages, page_size, 1, bytes_per_token)")
     pages, page_size, h_kv, got = map(int, cache.shape)
     if got != layout.bytes_per_token:

@@ -16,7 +16,8 @@ def merge(outs: Any, lses: Any, *, attn_sink: Any | None = None, xp: Any = None)
         outs: ``(n, ..., d_v)`` partial results, each normalised over its own keys.
         lses: ``(n, ...)`` their log-sum-exps, natural log. A partial result of -inf has no weight, whatever it holds.
         attn_sink: logits that broadcast against ``(...)``, say ``(h_q,)`` where the last axis is the head. It enters
-            the denominator of ``out`` once and leaves ``lse`` alone; +inf makes the output 0.
+            the denominator of ``out`` once and leaves ``lse`` alone; +inf makes the output 0, NaN makes it NaN where
+            there is any.
         xp: ``numpy`` or ``cupy``; default by the type of ``outs``.
 
     Returns:
@@ -38,5 +39,5 @@ def merge(outs: Any, lses: Any, *, attn_sink: Any | None = None, xp: Any = None)
         sink = widen(attn_sink)
         above = sink - xp.where(empty, 0.0, lse)
         share = xp.where(above >= 700.0, 0.0, 1.0 / (1.0 + xp.exp(xp.minimum(above, 700.0))))  # exp(710) overflows
-        out = out * share[..., None]
+        out = out * xp.where(empty, 1.0, share)[..., None]
     return out, lse

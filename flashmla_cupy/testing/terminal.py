@@ -39,13 +39,13 @@ def progress(out: Console, what: str, total: int) -> Iterator[Any]:
 
 
 def _lines(what: str, total: int) -> Callable[..., None]:
-    done, last = 0, time.perf_counter()
+    done, last, printed = 0, time.perf_counter(), False
 
     def advance(label: str = "") -> None:
-        nonlocal done, last
+        nonlocal done, last, printed
         done += 1
-        if time.perf_counter() - last >= SECONDS_BETWEEN_LINES:
-            last = time.perf_counter()
+        if time.perf_counter() - last >= SECONDS_BETWEEN_LINES or (done == total and printed):
+            last, printed = time.perf_counter(), True
             click.echo(f"{what}: {done} of {total}", err=True)
 
     return advance

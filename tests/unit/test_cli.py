@@ -147,6 +147,11 @@ def test_bench_needs_a_gpu():
         (("--op", "kv_quant", "--case", "nothing"), "case: got 'nothing', expected part of a name such as 'v32 bfloat"),
         (("--op", "kv_quant", "--crossover"), "--crossover: got --op kv_quant, expected sparse_decode"),
         (("--crossover",), "--crossover: got --op dense_decode, expected sparse_decode"),
+        (("--host", "--case", "graph"), "--case: got it with --host, expected only one of the two"),
+        (("--host", "--plot", "x.png"), "--plot: got it with --host, expected only one of the two"),
+        (("--host", "--graph"), "--graph: got it with --host, expected only one of the two"),
+        (("--host", "--repeats", "15"), "--repeats: got it with --host, expected only one of the two"),
+        (("--host", "--peer-lib", "x.so"), "--peer-lib: got it with --host, expected only one of the two"),
         (("--op", "kv_quant", "--plot", "x.png"), "--plot: got a file, expected none with --op kv_quant"),
     ],
 )

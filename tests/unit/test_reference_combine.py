@@ -37,6 +37,15 @@ def test_nothing_to_merge_and_huge_scores():
     np.testing.assert_allclose(lse, [-np.inf, 1e30, -1e30, 3.0])
 
 
+def test_sink_of_a_row_without_keys():
+    """It stays 0, as the kernels leave it, whatever the sink."""
+    sink = np.array([np.nan, -np.inf, np.inf, 3], np.float32)
+    out, lse = combine.merge(np.full((2, 1, 4, 8), np.nan), np.full((2, 1, 4), -np.inf), attn_sink=sink)
+    assert np.array_equal(out, np.zeros((1, 4, 8))) and np.array_equal(lse, np.full((1, 4), -np.inf))
+    out, _ = combine.merge(np.ones((1, 1, 4, 8)), np.zeros((1, 1, 4)), attn_sink=sink)
+    assert np.isnan(out[0, 0]).all() and np.isfinite(out[0, 1:]).all()
+
+
 def test_sink_enters_the_denominator_once():
     rng = np.random.default_rng(1)
     outs, lses = rng.standard_normal((3, 5, 4, 8)).astype(np.float32), rng.standard_normal((3, 5, 4)).astype(np.float32)
