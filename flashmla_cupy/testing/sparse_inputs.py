@@ -21,7 +21,7 @@ _CODE_BASE_COUNT = 4194301  # prime, as in inputs
 _CODE_DEVIATION = {"quantized": 96.0, "odd": 1.0, "spread": 1.0}  # keys come out near 1, of "spread" near 2^9
 _Q_GAIN = {"quantized": 1.0, "odd": 1.0, "spread": 2.0**-6}
 _ODD_SCALES = (0.75, 1.0039, 1 / 3, 0.1, 1.9999, 1.0)
-_SINKS = (-math.inf, -5.0, 0.0, 20.0, math.inf, 3.0)
+_SINKS = (-math.inf, -5.0, 0.0, 20.0, math.inf, 3.0, math.nan)
 _PADDING_BYTES = 160
 
 
