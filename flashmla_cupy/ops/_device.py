@@ -104,6 +104,13 @@ def as_int32(x: cupy.ndarray) -> cupy.ndarray:
     return contiguous(x, np.int32)
 
 
+def as_vector(x: cupy.ndarray, dtype: Any, alignment: int = 1) -> cupy.ndarray:
+    """x itself where it is C-contiguous, of `dtype` (int32 | float32), at a multiple of `alignment` bytes; else a copy."""
+    if x.dtype == dtype and x.flags.c_contiguous and x.data.ptr % alignment == 0:
+        return x
+    return as_int32(x) if dtype == np.int32 else contiguous(x, dtype)
+
+
 def assign(target: cupy.ndarray, source: Any) -> None:
     """Writes `source` (an array or a number) into `target`, whatever its strides, and nowhere else."""
     target[...] = source

@@ -32,9 +32,8 @@ def quantize_kv_cache(kv: Any, *, layout: str = "v32", page_size: int | None = N
             (tokens, 1, d_qk), which fill one page after the other. d_qk is 576 for "v32" and 512 for "d512".
         layout: "v32" or "d512", see flashmla_cupy.kv_format.
         page_size: of the cache; required for tokens, and for pages nothing else than theirs.
-        out: the cache to write, as returned; pages may lie any multiple of 16 bytes apart from their
-            own size on. Slots behind the last token
-            are left as they are.
+        out: the cache to write, as returned; pages may lie any multiple of 16 bytes apart from their own size on. Slots
+            behind the last token are left as they are.
         power_of_two_scales: also for "v32"; the scales of "d512" are powers of two in any case.
 
     Returns:

@@ -186,18 +186,16 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
         return x if _device.loads_16_bytes(x) else _device.contiguous(x)
     if name in ("indices", "extra_indices"):
         x = x[:, :, 0] if x.ndim == 4 else x
-        if x.dtype != np.int32:  # a slot that int32 cannot hold is no slot
-            x = cupy.clip(x.astype(np.int64), -1, 2**31 - 1).astype(np.int32)
+        if x.dtype != np.int32:
+            return _device.as_int32(x)
         return x if x.shape[-1] == 1 or x.strides[-1] == 4 else _device.contiguous(x)
-    dtype = np.float32 if name == "attn_sink" else np.int32
-    if x.dtype == dtype and x.flags.c_contiguous and (name != "tile_scheduler_metadata" or x.data.ptr % 16 == 0):
-        return x
-    return _device.contiguous(x, dtype) if name == "attn_sink" else _device.as_int32(x)
+    return _device.as_vector(x, np.float32 if name == "attn_sink" else np.int32,
+                             16 if name == "tile_scheduler_metadata" else 1)
 
 
 # ---- plan and launch ----
-# The kernel for few query rows gets at most those of one mma, and so of one CTA: there it takes 176.7 us and the kernel
-# for 64 rows 311 (dense 128,16,1,8192). Two CTAs are hardly faster: 307.9 us against 318.4 (dense 128,32,1,8192).
+# The kernel for few query rows gets at most those of one mma, and so of one CTA: there it takes 177 us and the kernel
+# for 64 rows 316 (dense 128,16,1,8192). Two CTAs are hardly faster: 307.9 us against 318.4 (dense 128,32,1,8192).
 FEW_ROWS = 16
 _crossover = False
 

@@ -167,13 +167,10 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
         reads = _device.loads_16_bytes(x) and (name == "q" or abs(x.strides[0]) < 2**31)  # kv_row_bytes is int32
         return x if reads else _device.contiguous(x)
     if name == "indices":
-        if x.dtype != np.int32:  # a row that int32 cannot hold is no row
-            x = cupy.clip(x.astype(np.int64), -1, 2**31 - 1).astype(np.int32)
+        if x.dtype != np.int32:
+            return _device.as_int32(x)
         return x if x.shape[-1] == 1 or x.strides[-1] == 4 else _device.contiguous(x)
-    dtype = np.float32 if name == "attn_sink" else np.int32
-    if x.dtype == dtype and x.flags.c_contiguous:
-        return x
-    return _device.contiguous(x, dtype) if name == "attn_sink" else _device.as_int32(x)
+    return _device.as_vector(x, np.float32 if name == "attn_sink" else np.int32)
 
 
 # ---- plan and launch ----

@@ -295,8 +295,7 @@ def test_integers_of_other_kinds(x, change):
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 def test_lengths_beyond_int32_are_those_of_a_full_cache(x, dtype):
-    full = cp.full_like(x.cache_seqlens, 2**31 - 1)
-    wide = full.astype(dtype) + cp.asarray([2**32 - 2**31 + 6], dtype)
+    full, wide = cp.full_like(x.cache_seqlens, 2**31 - 1), cp.full(x.cache_seqlens.shape, 2**32 + 5, dtype)
     assert same_bits(call(x, cache_seqlens=wide), call(x, cache_seqlens=full))
 
 
