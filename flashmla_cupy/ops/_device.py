@@ -105,7 +105,7 @@ def as_int32(x: cupy.ndarray) -> cupy.ndarray:
 
 
 def as_vector(x: cupy.ndarray, dtype: Any, alignment: int = 1) -> cupy.ndarray:
-    """x itself where it is C-contiguous, of `dtype` (int32 | float32), at a multiple of `alignment` bytes; else a copy."""
+    """x itself if C-contiguous, of `dtype` (int32 or float32) and at a multiple of `alignment` bytes; else a copy."""
     if x.dtype == dtype and x.flags.c_contiguous and x.data.ptr % alignment == 0:
         return x
     return as_int32(x) if dtype == np.int32 else contiguous(x, dtype)
