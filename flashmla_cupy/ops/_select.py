@@ -103,12 +103,22 @@ _QUANTIZE, _DEQUANTIZE = (
      for layout in kv_format.FORMATS.values() for dtype in ("bfloat16", "float32")}
     for path in ("quantize_sm89", "dequantize_sm89"))
 _TOKEN_INDICES = {("", 0): KernelSpec("kv_quant", "token_indices_sm80", ("int32_t",), (), "TokenIndicesParams")}
+
+
+def _fp8_decode(layout: kv_format.KVFormat, tag: str, paged: bool, crossover: bool) -> KernelSpec:
+    """Codes of the 656-byte layout are multiplied as they are; with the crossover, and d512's, as bf16."""
+    cpp, flags = f"kv_format::{layout.name.upper()}", tuple(str(flag).lower() for flag in (paged, crossover))
+    if layout is kv_format.V32 and not crossover:
+        return KernelSpec("sparse_decode", "e4m3_sm90", (f"sparse_decode::E4m3<{cpp}>", *flags), (layout.name, tag),
+                          "SparseDecodeParams")
+    return KernelSpec("sparse_decode", "sm90", (cpp, *flags), (layout.name, tag), "SparseDecodeParams",
+                      experimental=crossover)
+
+
 _SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE, _PAGED_CROSSOVER_DECODE = (
-    {("bfloat16", layout.d_qk): KernelSpec("sparse_decode", "sm90", (f"kv_format::{layout.name.upper()}", *flags),
-                                           (layout.name, tag), "SparseDecodeParams", experimental="crossover" in tag)
-     for layout in kv_format.FORMATS.values()}
-    for tag, *flags in (("indices", "false", "false"), ("crossover", "false", "true"),
-                        ("paged", "true", "false"), ("paged_crossover", "true", "true")))
+    {("bfloat16", layout.d_qk): _fp8_decode(layout, tag, paged, crossover) for layout in kv_format.FORMATS.values()}
+    for tag, paged, crossover in (("indices", False, False), ("crossover", False, True),
+                                  ("paged", True, False), ("paged_crossover", True, True)))
 _FEW_ROWS_DECODE, _PAGED_FEW_ROWS_DECODE = (
     {("bfloat16", kv_format.V32.d_qk): KernelSpec("sparse_decode", "few_rows_sm90",
                                                   ("sparse_decode::FewRows<kv_format::V32>", paged, "false"),

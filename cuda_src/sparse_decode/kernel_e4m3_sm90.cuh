@@ -1,0 +1,588 @@
+// MLA decode over the 656-byte FP8 cache on Hopper. Sparse: every query token attends to the cache slots that its index list
+// names. Paged (dense): to the tokens of its request, by a block table. In blocks of 64; out = softmax(scale Q K^T) V, where V
+// is the first 512 dims of the dequantized K.
+//
+// Method: the pipeline of dense_decode, on codes as they lie in the cache: nothing is dequantized into shared memory.
+// Scores: e4m3 tensor cores multiply K's codes by Q, which is the sum of two e4m3 numbers, high and low: together they hold
+// every bit of a bf16 value, to 2^-17 of its row's largest. Each 128 dims are summed apart, for their scale is the token's.
+// RoPE stays bf16.
+// Output: transposed, O^T += V^T P^T, for a register operand of wgmma is its left one: V^T becomes fp16 on the way from shared
+// memory to registers, and P lies as its columns are needed. V is relative to a power of two for each token (its unit, from its
+// largest scale), P has that power in it: the maximum that probabilities are relative to is that of score + log2(unit).
+//
+// grid    sparse: (ceil(h_q / 64), s_q, num_sm_parts); paged: (ceil(s_q h_q / 64), 1, num_sm_parts)
+// block   512 threads, one CTA an SM
+// roles   warpgroup 0  scores: S = Q K^T, masking, softmax, P to shared memory, row sums, log-sum-exp, sink
+//         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
+//         warpgroup 3  finds the tokens of each block, a warp 16 of them; copies their codes, and works out their scales
+// order   The halves are told of P (n) when Q K^T (n + 1) is done, and keep the tensor cores busy during its softmax.
+//
+// barrier     arrivals                         armed by     waited on by
+// k_full[s]   4 (warps)                        3            all others   codes, scales and validity bits are in stage s
+// k_empty[s]  8 (warps)                        both halves  3            P V of the block in stage s has read it
+// p_full[i]   4 (warps)                        scores       both halves  p[i], factors[i] may be read
+// p_empty[i]  8 (warps)                        both halves  scores       they have been read
+#pragma once
+#include "attention/epilogue.cuh"
+#include "attention/half_partial.cuh"
+#include "attention/online_softmax.cuh"
+#include "attention/output_tile.cuh"
+#include "attention/split.cuh"
+#include "attention/token_validity.cuh"
+#include "common/check.cuh"
+#include "common/math.cuh"
+#include "common/params.cuh"
+#include "ptx/bar.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/cvt_fp8_halves.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/ld_global.cuh"
+#include "ptx/ld_st.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/movmatrix.cuh"
+#include "ptx/packed.cuh"
+#include "ptx/prmt.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/special_register.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
+#include "sparse_decode/config_e4m3.cuh"
+#include "sparse_decode/keys.cuh"
+#include "sparse_decode/rows.cuh"
+#include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/swizzle.cuh"
+
+namespace flashmla::sparse_decode {
+
+using tile::arrive_once_per_warp;
+using tile::smem_addr;
+
+constexpr uint32_t kScoreBarrier = 1;   // named barriers, one a warpgroup
+constexpr uint32_t kOutputBarrier = 2;  // + half
+
+// Two neighbours of an array of floats in shared memory.
+__device__ __forceinline__ float2 load_pair(const float* at) {
+  const uint2 v = ptx::ld_shared_v2(smem_addr(at));
+  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+// ---- copies -----------------------------------------------------------------------------------------------------
+// A token's scales as scores and output need them. Units stay within 2^-90 and 2^100: smaller scales are multiples of it.
+__device__ __forceinline__ void store_scales(TokenScales& to, int token, uint4 scales) {
+  const uint32_t of_tile[4] = {scales.x, scales.y, scales.z, scales.w};
+  uint32_t largest = 0;
+#pragma unroll
+  for (int t = 0; t < 4; t++) largest = max(largest, of_tile[t] & 0x7fffffff);
+  const int biased = min(max((int)(largest >> 23), 127 - 90), 127 + 100);
+  const float inverse = __int_as_float((254 - biased) << 23);
+#pragma unroll
+  for (int t = 0; t < 4; t++) {
+    to.key[t][token] = __uint_as_float(of_tile[t]);
+    to.value[t][token] = (uint16_t)ptx::cvt_rn_f16x2(__uint_as_float(of_tile[t]) * inverse, 0.0f);
+  }
+  to.exponent[token] = (float)(biased - 127);
+  to.inverse[token] = inverse;
+}
+
+__device__ const uint4 kNoScales[1] = {};
+
+// Warpgroup 3. What is copied was named a block before.
+template <class Config>
+__device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, const PartPlan& plan,
+                                            typename Config::Storage& smem) {
+  using Format = typename Config::Format;
+  const int lane = tile::lane_id(), warp = tile::warp_in_group();
+  TokenCursor<Config> cursor(params, plan, 16 * warp + lane % 16);
+  tile::RingPosition<Config::kStages> ring;
+  TokenName name = cursor.load_name();
+  while (!cursor.at_end()) {
+    const uint8_t* rows[4];  // of tokens lane / 8, + 4, + 8, + 12, whose pieces this lane copies
+    uint32_t valid;
+    uint4 scales;
+    {
+      const TokenAddress at = locate<Config>(params, name);
+      scales = ptx::ld_global_nc_v4(at.row == nullptr ? reinterpret_cast<const uint8_t*>(kNoScales) : at.row + Format::kNope);
+      valid = __ballot_sync(kFullWarp, at.row != nullptr);
+#pragma unroll
+      for (int i = 0; i < 4; i++) rows[i] = shuffle<Format>(at, 4 * i + lane / 8).row;
+    }
+    cursor.next();
+    name = cursor.load_name();
+    tile::wait(smem_addr(&smem.k_empty[ring.stage]), ring.phase ^ 1);
+    const uint32_t full = smem_addr(&smem.k_full[ring.stage]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t bytes = rows[i] == nullptr ? 0 : 16;  // 0 writes zeros, for 0 x anything must stay 0
+      const uint32_t dst = smem_addr(smem.k[ring.stage]) + tile::swizzle_128b(16 * warp + 4 * i + lane / 8, lane % 8);
+      const uint8_t* src = rows[i] + 16 * (lane % 8);
+#pragma unroll
+      for (int t = 0; t < 5; t++)
+        ptx::cp_async_16(dst + t * tile::kTileBytes, src + (t < 4 ? 128 * t : Format::kRopeOffset), bytes);
+    }
+    if (lane < 16) store_scales(smem.scales[ring.stage], 16 * warp + lane, scales);
+    if (lane == 0) smem.valid[ring.stage].bits[warp] = (uint16_t)valid;
+    ptx::cp_async_wait_all();
+    ptx::fence_proxy_async();  // by these warps, which have the time, for wgmma to read
+    arrive_once_per_warp(full);
+    ring.advance();
+  }
+}
+
+// ---- scores -----------------------------------------------------------------------------------------------------
+// Four dims of a row of Q as codes: x = high + low, to 2^-10.
+struct CodePair {
+  uint32_t high, low;
+};
+__device__ __forceinline__ CodePair split_codes(uint32_t bf16_01, uint32_t bf16_23, uint32_t inverse_unit) {
+  uint16_t high[2], low[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t x = ptx::mul_rn_bf16x2(i == 0 ? bf16_01 : bf16_23, inverse_unit);
+    const uint32_t halves = ptx::cvt_rn_f16x2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
+    high[i] = ptx::cvt_rn_satfinite_e4m3x2_f16x2(halves);
+    low[i] = ptx::cvt_rn_satfinite_e4m3x2_f16x2(ptx::sub_rn_f16x2(halves, ptx::cvt_rn_f16x2_e4m3x2_low(high[i])));
+  }
+  return {high[0] | (uint32_t)high[1] << 16, low[0] | (uint32_t)low[1] << 16};
+}
+
+// Q of one request to shared memory. A row's codes are multiples of a power of two, its unit, of which the largest value is 128
+// to 256; RoPE is divided by it too. Rows past the last are zero: multiplying zeros takes the least power.
+template <class Config>
+__device__ __forceinline__ void load_query(const SparseDecodeParams& params, int req, typename Config::Storage& smem,
+                                           uint32_t (&q)[Config::kQRegSteps + 1][4]) {
+  ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
+#pragma unroll 1
+  for (int r = 0; r < 2; r++) {
+    const int row = tile::fragment_row_again() + 8 * r, c = ptx::tid_x() & 3;
+    const uint4* src = reinterpret_cast<const uint4*>(query_pointer<Config>(params, req, row)) + c;
+    uint4 v[18];  // dims 8 c to 8 c + 7 of every 32
+#pragma unroll
+    for (int i = 0; i < 18; i++) v[i] = ptx::ld_global_v4(src + 4 * i);
+    uint32_t largest = 0, largest_rope = 0;
+#pragma unroll
+    for (int i = 0; i < 18; i++) {
+      const uint32_t of_words = ptx::max_u16x2(ptx::max_u16x2(v[i].x & 0x7fff7fff, v[i].y & 0x7fff7fff),
+                                               ptx::max_u16x2(v[i].z & 0x7fff7fff, v[i].w & 0x7fff7fff));
+      (i < 16 ? largest : largest_rope) = ptx::max_u16x2(i < 16 ? largest : largest_rope, of_words);
+    }
+    largest = ptx::max_u16x2(ptx::prmt(largest, largest_rope, 0x5410), ptx::prmt(largest, largest_rope, 0x7632));
+    largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+    largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+    const int biased = max((int)(largest >> 7 & 0xff), max((int)(largest >> 23) - 40, 16));  // so that RoPE stays finite
+    if (c == 0) smem.q_unit[row] = biased == 255 ? __int_as_float(0x7fffffff) : __int_as_float((biased - 7) << 23);
+    const uint32_t inverse = query_row<Config>(params, row).exists ? (261 - max(biased, 7)) << 7 : 0;
+    const uint32_t factor = inverse | inverse << 16;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const CodePair a = split_codes(v[i].x, v[i].y, factor), b = split_codes(v[i].z, v[i].w, factor);
+      const uint32_t at = tile::swizzle_128b(row, i % 4 * 2 + c / 2) + c % 2 * 8;
+      ptx::st_shared_v2(smem_addr(smem.q[2 * (i / 4)]) + at, make_uint2(a.low, b.low));
+      ptx::st_shared_v2(smem_addr(smem.q[2 * (i / 4) + 1]) + at, make_uint2(a.high, b.high));
+    }
+#pragma unroll
+    for (int i = 16; i < 18; i++)
+      ptx::st_shared_v4(smem_addr(smem.q[8]) + tile::swizzle_128b(row, 4 * (i - 16) + c),
+                        make_uint4(ptx::mul_rn_bf16x2(v[i].x, factor), ptx::mul_rn_bf16x2(v[i].y, factor),
+                                   ptx::mul_rn_bf16x2(v[i].z, factor), ptx::mul_rn_bf16x2(v[i].w, factor)));
+  }
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kScoreBarrier, 128);
+#pragma unroll
+  for (int step = 0; step < Config::kQRegSteps; step++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int row = tile::fragment_row_again() + i % 2 * 8, c = ptx::tid_x() & 3;
+      q[step][i] = ptx::ld_shared(smem_addr(smem.q[step / 4]) + tile::swizzle_128b(row, step % 4 * 2 + i / 2) + 4 * c);
+    }
+}
+
+// S = Q K^T for one block, in units of Q's rows. issued(): called under the first products; told(t): when those of the first t
+// tiles of codes are done.
+template <class Config, class Issued, class Told>
+__device__ __forceinline__ void compute_products(float (&s)[32], const uint32_t (&q)[Config::kQRegSteps + 1][4],
+                                                 typename Config::Storage& smem,
+                                                 const tile::RingPosition<Config::kStages>& ring, Issued issued, Told told) {
+  tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
+  ptx::wgmma_fence();
+  const uint64_t q_desc = tile::k_major_desc(smem_addr(smem.q));
+  const uint64_t k_desc = tile::k_major_desc(smem_addr(smem.k[ring.stage]));
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    ptx::wgmma_m64n64k16_ss<bf16_t>(s, tile::advance(q_desc, 8 * tile::kTileBytes + i * tile::kKMajorStepBytes),
+                                    tile::advance(k_desc, 4 * tile::kTileBytes + i * tile::kKMajorStepBytes), i > 0);
+  ptx::wgmma_commit_group();
+#pragma unroll
+  for (int t = 0; t < 4; t++) {
+    float sum[32];  // over this tile; the low codes first, while it is small
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int step = 8 * t + i;
+      const uint64_t b = tile::advance(k_desc, t * tile::kTileBytes + i % 4 * tile::kKMajorStepBytes);
+      if (step < Config::kQRegSteps)
+        ptx::wgmma_m64n64k32_rs_e4m3(sum, q[step < Config::kQRegSteps ? step : 0], b, i > 0);
+      else
+        ptx::wgmma_m64n64k32_ss_e4m3(
+            sum, tile::advance(q_desc, step / 4 * tile::kTileBytes + step % 4 * tile::kKMajorStepBytes), b, i > 0);
+    }
+    ptx::wgmma_commit_group();
+    if (t == 0) issued();
+    float2 scale[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) scale[i] = load_pair(&smem.scales[ring.stage].key[t][8 * i + tile::fragment_col()]);
+    ptx::wgmma_wait_group<0>();
+    told(t + 1);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) s[4 * i + j] += sum[4 * i + j] * (j % 2 == 0 ? scale[i].x : scale[i].y);
+  }
+}
+
+// The maxima that probabilities are relative to, where they must move: in fp16 a probability is as precise wherever it lies
+// between 2^-14 and the largest finite one, so it may outgrow its row's maximum by far. Returns whether any row of the warp has.
+__device__ __forceinline__ bool raise_maxima(attention::RowState& row0, attention::RowState& row1, float max0, float max1,
+                                              float& rescale0, float& rescale1) {
+  constexpr float kSlack = 8.0f;  // log2
+  rescale0 = rescale1 = 1.0f;
+  if (!__any_sync(kFullWarp, max0 > row0.max_log2 + kSlack || max1 > row1.max_log2 + kSlack)) return false;
+  rescale0 = row0.raise(max0);
+  rescale1 = row1.raise(max1);
+  return true;
+}
+
+// Registers are scarce here: what the loop over blocks does not need every time is derived again.
+template <class Config>
+__device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
+                                               typename Config::Storage& smem) {
+  tile::RingPosition<Config::kStages> ring;
+  uint32_t count = 0;  // of the blocks before: its lowest bit is the index of p, the next the parity of p's barriers
+  for (int req = plan.begin_req; req <= plan.end_req; req++) {
+    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
+    const int row = tile::fragment_row_again();
+    attention::RowState state0{query_row<Config>(params, row).exists ? attention::kNothing : infinity(), 0.0f};
+    attention::RowState state1{query_row<Config>(params, row + 8).exists ? attention::kNothing : infinity(), 0.0f};
+    int block, end_block;
+    {
+      const Fragment fragment = load_fragment<Config>(params, plan, req);
+      block = fragment.begin_block;
+      end_block = fragment.end_block;
+    }
+    uint32_t q[Config::kQRegSteps + 1][4];
+    float scale0 = 0.0f, scale1 = 0.0f;
+    if (block < end_block) {
+      load_query<Config>(params, req, smem, q);
+      scale0 = params.scale_log2 * smem.q_unit[tile::fragment_row_again()];
+      scale1 = params.scale_log2 * smem.q_unit[tile::fragment_row_again() + 8];
+    }
+    bool pending = false;  // P of the block before is not announced yet
+    for (; block < end_block; block++) {
+      float s[32];
+      const auto fence = [&] {
+        if (pending) ptx::fence_proxy_async();  // P of the block before
+      };
+      compute_products<Config>(s, q, smem, ring, fence, [&](int tiles) {
+        if (pending && tiles == Config::kTold) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+      });
+      // From here on log2 of what P is: of the probability times the token's unit.
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float2 exponent = load_pair(&smem.scales[ring.stage].exponent[8 * i + tile::fragment_col()]);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          s[4 * i + j] = s[4 * i + j] * (j < 2 ? scale0 : scale1) + (j % 2 == 0 ? exponent.x : exponent.y);
+      }
+      attention::mask_invalid(s, smem.valid[ring.stage]);
+      if constexpr (Config::kPaged)
+        if (params.causal) mask_unseen<Config>(params, req, block, s);
+      float max0, max1, rescale0, rescale1;
+      attention::row_max(s, max0, max1);
+      const bool rescales = raise_maxima(state0, state1, max0, max1, rescale0, rescale1);
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float2 inverse = load_pair(&smem.scales[ring.stage].inverse[8 * i + tile::fragment_col()]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          attention::RowState& state = j < 2 ? state0 : state1;
+          s[4 * i + j] = ptx::ex2_approx_ftz(s[4 * i + j] - state.max_log2);
+          state.sum += s[4 * i + j] * (j % 2 == 0 ? inverse.x : inverse.y);
+        }
+      }
+      ring.advance();
+
+      tile::wait(smem_addr(&smem.p_empty[count & 1]), ~count >> 1 & 1);
+      uint32_t p[4][4];
+      attention::pack_probabilities<fp16_t>(s, p);
+      attention::store_probabilities(p, smem_addr(smem.p[count & 1]), ptx::tid_x() % 128);
+      const bool last = block + 1 == end_block;
+      if (last) {
+        state0.sum = tile::quad_sum(state0.sum);
+        state1.sum = tile::quad_sum(state1.sum);
+      }
+      Factors& factors = smem.factors[count & 1];
+      if ((threadIdx.x & 3) == 0 && (rescales || last)) {
+        const int row = tile::fragment_row_again();
+        factors.rescale[row] = rescale0;
+        factors.rescale[row + 8] = rescale1;
+        if (last) {
+          const int slot = partial_slot(params, plan, req);
+          factors.inv_sum[row] = output_factor(params, state0, query_row<Config>(params, row), slot);
+          factors.inv_sum[row + 8] = output_factor(params, state1, query_row<Config>(params, row + 8), slot);
+        }
+      }
+      if (tile::lane_id() == 0) factors.rescales[tile::warp_in_group()] = rescales;
+      count++;
+      pending = !last && Config::kTold > 0;
+      if (!pending) {
+        ptx::fence_proxy_async();
+        arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+      }
+    }
+    const int slot = partial_slot(params, plan, req), row_again = tile::fragment_row_again();
+    store_lse(params, slot, req, query_row<Config>(params, row_again), state0);
+    store_lse(params, slot, req, query_row<Config>(params, row_again + 8), state1);
+  }
+}
+
+// ---- output -----------------------------------------------------------------------------------------------------
+// An output warp accumulates 64 of its half's 256 dims, for all 64 rows, as four m64n64 tiles. Lane 4 r + c has four adjacent
+// dims of each 32, two a tile: o[k / 2][4 i + 2 (k % 2) + e] is dim 32 (k / 4) + 4 r + k % 4 of row 8 i + 2 c + e.
+using Output = float[4][32];
+
+// Which half of the output a warp works on; derived again at each use, for the accumulators leave few registers.
+__device__ __forceinline__ int output_half() { return ptx::tid_x() / 128 - 1; }
+
+// What a lane needs of 16 tokens for two tiles: the codes of four dims of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9.
+struct Codes {
+  uint32_t token[4];
+};
+// even: the lane's codes of token 2 c of the first 16; half: of a step, the first two tiles or the others.
+__device__ __forceinline__ Codes load_codes(uint32_t even, int step, int half) {
+  Codes codes;
+#pragma unroll
+  for (int i = 0; i < 4; i++)  // 32 dims further, and at an odd token, the swizzled place differs in one bit
+    codes.token[i] = ptx::ld_shared((i % 2 == 0 ? even ^ 32 * half : (even ^ 32 * half ^ 16) + tile::kTileRowBytes) +
+                                    (2 * step + i / 2) * tile::kSwizzleAtomBytes);
+  return codes;
+}
+// V as A fragment of a tile: the first two of the four dims, or the others. scale: of tokens 2 c, 2 c + 1, and of the other two.
+__device__ __forceinline__ void make_values(uint32_t (&a)[4], const Codes& codes, const uint32_t (&scale)[2], int pair_of_dims) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t by_dim = ptx::prmt(codes.token[2 * i], codes.token[2 * i + 1], pair_of_dims == 0 ? 0x5140 : 0x7362);
+    a[2 * i] = ptx::mul_rn_f16x2(ptx::cvt_rn_f16x2_e4m3x2_low(by_dim), scale[i]);
+    a[2 * i + 1] = ptx::mul_rn_f16x2(ptx::cvt_rn_f16x2_e4m3x2_high(by_dim), scale[i]);
+  }
+}
+
+// O^T += V^T P^T for one block: 16 tokens after 16, tile by tile; values are made while the product before runs.
+template <class Config>
+__device__ __forceinline__ void accumulate(Output& o, typename Config::Storage& smem, int stage, uint32_t count) {
+  const int lane = ptx::tid_x() % 32, warp = ptx::tid_x() / 32 % 4, tile_index = 2 * output_half() + warp / 2;
+  const uint32_t even = smem_addr(smem.k[stage][tile_index]) +
+                        tile::swizzle_128b(lane % 4 * 2, warp % 2 * 4 + lane / 16) + lane / 4 % 4 * 4;
+  const uint32_t scales = smem_addr(&smem.scales[stage].value[tile_index][lane % 4 * 2]);
+  const uint64_t p_desc = tile::k_major_desc(smem_addr(smem.p[count & 1]));
+  uint32_t a[Config::kBuffers][4];
+  Codes codes = load_codes(even, 0, 0);
+  uint32_t scale[2] = {ptx::ld_shared(scales), ptx::ld_shared(scales + 16)};
+  make_values(a[0], codes, scale, 0);
+  tile::wait(smem_addr(&smem.p_full[count & 1]), count >> 1 & 1);
+  const Factors& factors = smem.factors[count & 1];
+  const uint32_t rescales = ptx::ld_shared(smem_addr(factors.rescales));
+#pragma unroll
+  for (int first = 0; first < 8; first += 2) {  // 16 rows
+    if ((rescales >> 4 * first & 0xff) == 0) continue;
+#pragma unroll
+    for (int i = first; i < first + 2; i++) {
+      const float2 rescale = load_pair(&factors.rescale[8 * i + lane % 4 * 2]);
+#pragma unroll
+      for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) o[m][4 * i + j] *= j % 2 == 0 ? rescale.x : rescale.y;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const int step = i / 4, m = i % 4;
+    if (i >= Config::kBuffers) ptx::wgmma_wait_group<Config::kBuffers - 1>();
+    if (i > 0 && m % 2 == 0) codes = load_codes(even, step, m / 2);
+    if (i > 0 && m == 0)
+#pragma unroll
+      for (int pair = 0; pair < 2; pair++) scale[pair] = ptx::ld_shared(scales + 32 * step + 16 * pair);
+    if (i > 0) make_values(a[i % Config::kBuffers], codes, scale, m % 2);
+    ptx::wgmma_fence();
+    ptx::wgmma_m64n64k16_rs<fp16_t>(o[m], a[i % Config::kBuffers], tile::advance(p_desc, step * tile::kKMajorStepBytes), 1);
+    ptx::wgmma_commit_group();
+  }
+}
+
+// All rows, multiplied by their factors. An 8 x 8 block of (dim, row) is transposed between the lanes: then lane 4 r + c has
+// dims 8 c + k % 4 and 8 c + 4 + k % 4 of each 32 of row r. row_pointer(row): this warp's dims of it, or null to skip it.
+template <class Element, class RowPointer>
+__device__ __forceinline__ void store_rows(const Output& o, const float* multiplier, RowPointer row_pointer) {
+  const int lane = ptx::tid_x() % 32;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float2 factor = load_pair(multiplier + 8 * i + lane % 4 * 2);
+    uint32_t v[8];
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const float x = o[k / 2][4 * i + k % 2 * 2], y = o[k / 2][4 * i + k % 2 * 2 + 1];
+      v[k] = ptx::movmatrix_trans(
+          tile::pack<Element>(attention::normalised(x, factor.x), attention::normalised(y, factor.y)));
+    }
+    Element* row = row_pointer(8 * i + lane / 4);
+    if (row == nullptr) continue;
+#pragma unroll
+    for (int g = 0; g < 2; g++)
+      reinterpret_cast<uint4*>(row + 32 * g)[lane % 4] =
+          make_uint4(ptx::prmt(v[4 * g], v[4 * g + 1], 0x5410), ptx::prmt(v[4 * g + 2], v[4 * g + 3], 0x5410),
+                     ptx::prmt(v[4 * g], v[4 * g + 1], 0x7632), ptx::prmt(v[4 * g + 2], v[4 * g + 3], 0x7632));
+  }
+}
+
+// Per row the largest magnitude over this warp's dims, to shared memory.
+__device__ __forceinline__ void store_largest(const Output& o, float* largest) {
+  const int lane = ptx::tid_x() % 32;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    float of_row[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+#pragma unroll
+      for (int k = 0; k < 8; k++) of_row[e] = fmaxf(of_row[e], fabsf(o[k / 2][4 * i + k % 2 * 2 + e]));
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2)
+        of_row[e] = fmaxf(of_row[e], __shfl_xor_sync(kFullWarp, of_row[e], distance));
+    }
+    if (lane < 4) {
+      largest[8 * i + 2 * lane] = of_row[0];
+      largest[8 * i + 2 * lane + 1] = of_row[1];
+    }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void store_output(const SparseDecodeParams& params, typename Config::Storage& smem, int half, int slot,
+                                             int req, const Output& o, const float* inv_sum) {
+  const int thread = ptx::tid_x() % 128, first_dim = 256 * half + thread / 32 * 64;
+  if (slot < 0) {
+    store_rows<bf16_t>(o, inv_sum, [&](int local_row) -> bf16_t* {
+      const QueryRow row = query_row<Config>(params, local_row);
+      if (!row.exists) return nullptr;
+      return reinterpret_cast<bf16_t*>(params.out) + req * params.out_stride_batch + row.token * params.out_stride_token +
+             row.head * params.out_stride_head + first_dim;
+    });
+    return;
+  }
+  const auto index_of = [&](const QueryRow& row) { return ((int64_t)slot * params.s_q + row.token) * params.h_q + row.head; };
+  store_largest(o, smem.largest[half][thread / 32]);
+  ptx::bar_sync(kOutputBarrier + half, 128);
+  if (thread < 64) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < 4; warp++) largest = fmaxf(largest, smem.largest[half][warp][thread]);
+    // What a row that attended to nothing holds does not count.
+    const float factor = attention::half_partial_factor(largest * inv_sum[thread]);
+    smem.multiplier[half][thread] = inv_sum[thread] * factor;
+    const QueryRow row = query_row<Config>(params, thread);
+    if (row.exists)
+      attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q)[2 * index_of(row) + half] =
+          attention::inverse_power_of_two(factor);
+  }
+  ptx::bar_sync(kOutputBarrier + half, 128);
+  store_rows<fp16_t>(o, smem.multiplier[half], [&](int local_row) -> fp16_t* {
+    const QueryRow row = query_row<Config>(params, local_row);
+    if (!row.exists) return nullptr;
+    return reinterpret_cast<fp16_t*>(params.o_partial) + index_of(row) * Config::kHeadDimV + first_dim;
+  });
+}
+
+template <class Config>
+__device__ __forceinline__ void compute_output(const SparseDecodeParams& params, const PartPlan& plan,
+                                               typename Config::Storage& smem) {
+  tile::RingPosition<Config::kStages> ring;
+  uint32_t count = 0;  // of the blocks before: its lowest bit is the index of p, the next the parity of p's barriers
+  Output o;
+  for (int req = plan.begin_req; req <= plan.end_req; req++) {
+    int blocks_left;
+    {
+      const Fragment fragment = load_fragment<Config>(params, plan, req);
+      blocks_left = fragment.end_block - fragment.begin_block;
+    }
+    const bool empty = blocks_left == 0;
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+      for (int i = 0; i < 32; i++) o[m][i] = 0.0f;
+    for (; blocks_left > 0; blocks_left--) {
+      tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
+      accumulate<Config>(o, smem, ring.stage, count);
+      arrive_once_per_warp(smem_addr(&smem.k_empty[ring.stage]));  // all of it is in registers
+      ptx::wgmma_wait_group<0>();
+      // The last block's row factors are kept until inv_sum has been read.
+      if (blocks_left > 1) arrive_once_per_warp(smem_addr(&smem.p_empty[count & 1]));
+      count++;
+      ring.advance();
+    }
+    const int slot = partial_slot(params, plan, req), half = output_half();
+    if (empty) {
+      // Whose inverse sums nobody writes: those of a row without keys are 0.
+      smem.multiplier[half][ptx::tid_x() % 64] = 0.0f;
+      ptx::bar_sync(kOutputBarrier + half, 128);
+      store_output<Config>(params, smem, half, slot, req, o, smem.multiplier[half]);
+    } else {
+      store_output<Config>(params, smem, half, slot, req, o, smem.factors[count - 1 & 1].inv_sum);
+      arrive_once_per_warp(smem_addr(&smem.p_empty[count - 1 & 1]));
+    }
+  }
+}
+
+// ---- entry ------------------------------------------------------------------------------------------------------
+template <class Config>
+__device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
+  for (int stage = 0; stage < Config::kStages; stage++) {
+    ptx::mbarrier_init(smem_addr(&smem.k_full[stage]), 4);
+    ptx::mbarrier_init(smem_addr(&smem.k_empty[stage]), 8);
+  }
+  for (int i = 0; i < 2; i++) {
+    ptx::mbarrier_init(smem_addr(&smem.p_full[i]), 4);
+    ptx::mbarrier_init(smem_addr(&smem.p_empty[i]), 8);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+template <class Config>
+__device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
+  using Storage = typename Config::Storage;
+  extern __shared__ __align__(1024) uint8_t dynamic_smem[];
+  Storage& smem = *reinterpret_cast<Storage*>(dynamic_smem);
+  FLASHMLA_ASSERT(smem_addr(dynamic_smem) % 1024 == 0);
+  if (threadIdx.x == 0) init_barriers<Config>(smem);
+  ptx::griddepcontrol_wait();
+  // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) {
+    smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
+    smem.plan.last_token = min(query_row<Config>(params, Config::kRows - 1).token, params.s_q - 1);
+  }
+  __syncthreads();
+  const PartPlan& plan = smem.plan;  // read where needed: registers are scarce in every role
+  const int group = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
+  if (group == 0) {
+    ptx::setmaxnreg_inc<Config::kScoreRegisters>();
+    compute_scores<Config>(params, plan, smem);
+  } else if (group < 3) {
+    ptx::setmaxnreg_inc<Config::kOutputRegisters>();
+    compute_output<Config>(params, plan, smem);
+  } else {
+    ptx::setmaxnreg_dec<Config::kCopyRegisters>();
+    copy_tokens<Config>(params, plan, smem);
+  }
+}
+
+}  // namespace flashmla::sparse_decode
