@@ -54,10 +54,7 @@ struct Config<E4m3<Format_>, kPaged_, false> {
   static constexpr int kThreads = 512;  // scores, two output halves, copies
   static constexpr int kMinBlocks = 1;
   static constexpr int kClusterX = 1;
-  static constexpr int kQRegSteps = 0;  // steps of 32 codes of Q that are register operands
-  static constexpr int kTold = 4;       // P (n) is announced after this many of the four code tiles of Q K^T (n + 1)
-  static constexpr int kBuffers = 2;    // fragments of V that an output warp has under way
-  static constexpr int kScoreRegisters = 136, kOutputRegisters = 168, kCopyRegisters = 40;
+  static constexpr int kScoreRegisters = 144, kOutputRegisters = 168, kCopyRegisters = 32;
   static_assert(kScoreRegisters + 2 * kOutputRegisters + kCopyRegisters <= 65536 / 128, "registers of an SM");
 
   using Storage = E4m3Storage<kStages>;

@@ -100,18 +100,19 @@ __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, co
   TokenName name = cursor.load_name();
   while (!cursor.at_end()) {
     const uint8_t* rows[4];  // of tokens lane / 8, + 4, + 8, + 12, whose pieces this lane copies
-    uint32_t valid;
-    uint4 scales;
+    const uint8_t* own_scales;
     {
       const TokenAddress at = locate<Config>(params, name);
-      scales = ptx::ld_global_nc_v4(at.row == nullptr ? reinterpret_cast<const uint8_t*>(kNoScales) : at.row + Format::kNope);
-      valid = __ballot_sync(kFullWarp, at.row != nullptr);
+      own_scales = at.row == nullptr ? reinterpret_cast<const uint8_t*>(kNoScales) : at.row + Format::kNope;
 #pragma unroll
       for (int i = 0; i < 4; i++) rows[i] = shuffle<Format>(at, 4 * i + lane / 8).row;
+      const uint32_t valid = __ballot_sync(kFullWarp, at.row != nullptr);
+      tile::wait(smem_addr(&smem.k_empty[ring.stage]), ring.phase ^ 1);
+      if (lane == 0) smem.valid[ring.stage].bits[warp] = (uint16_t)valid;
     }
+    const uint4 scales = ptx::ld_global_nc_v4(own_scales);
     cursor.next();
     name = cursor.load_name();
-    tile::wait(smem_addr(&smem.k_empty[ring.stage]), ring.phase ^ 1);
     const uint32_t full = smem_addr(&smem.k_full[ring.stage]);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -123,7 +124,6 @@ __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, co
         ptx::cp_async_16(dst + t * tile::kTileBytes, src + (t < 4 ? 128 * t : Format::kRopeOffset), bytes);
     }
     if (lane < 16) store_scales(smem.scales[ring.stage], 16 * warp + lane, scales);
-    if (lane == 0) smem.valid[ring.stage].bits[warp] = (uint16_t)valid;
     ptx::cp_async_wait_all();
     ptx::fence_proxy_async();  // by these warps, which have the time, for wgmma to read
     arrive_once_per_warp(full);
@@ -148,97 +148,119 @@ __device__ __forceinline__ CodePair split_codes(uint32_t bf16_01, uint32_t bf16_
   return {high[0] | (uint32_t)high[1] << 16, low[0] | (uint32_t)low[1] << 16};
 }
 
-// Q of one request to shared memory. A row's codes are multiples of a power of two, its unit, of which the largest value is 128
-// to 256; RoPE is divided by it too. Rows past the last are zero: multiplying zeros takes the least power.
+// Q of one request, in two steps. First its rows are copied to where their codes will be: a quad two of them, when no warp reads
+// the tiles any more. Of every 128 dims, 64 lie in the place of the low codes and 64 in that of the high ones.
 template <class Config>
-__device__ __forceinline__ void load_query(const SparseDecodeParams& params, int req, typename Config::Storage& smem,
-                                           uint32_t (&q)[Config::kQRegSteps + 1][4]) {
-  ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
+__device__ __forceinline__ void request_query(const SparseDecodeParams& params, int req, typename Config::Storage& smem) {
 #pragma unroll 1
   for (int r = 0; r < 2; r++) {
     const int row = tile::fragment_row_again() + 8 * r, c = ptx::tid_x() & 3;
     const uint4* src = reinterpret_cast<const uint4*>(query_pointer<Config>(params, req, row)) + c;
-    uint4 v[18];  // dims 8 c to 8 c + 7 of every 32
+    const uint32_t bytes = query_row<Config>(params, row).exists ? 16 : 0;  // multiplying zeros takes the least power
 #pragma unroll
-    for (int i = 0; i < 18; i++) v[i] = ptx::ld_global_v4(src + 4 * i);
-    uint32_t largest = 0, largest_rope = 0;
+    for (int i = 0; i < 18; i++)
+      ptx::cp_async_16(smem_addr(smem.q[i / 2]) + tile::swizzle_128b(row, i % 2 * 4 + c), src + 4 * i, bytes);
+  }
+}
+
+__device__ __forceinline__ uint32_t largest_of(const uint4& v) {
+  constexpr uint32_t kMagnitudes = 0x7fff7fff;
+  return ptx::max_u16x2(ptx::max_u16x2(v.x & kMagnitudes, v.y & kMagnitudes),
+                        ptx::max_u16x2(v.z & kMagnitudes, v.w & kMagnitudes));
+}
+
+// Then they become codes, multiples of a power of two for each row, its unit, of which the largest value is 128 to 256. RoPE is
+// divided by it too.
+template <class Config>
+__device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
+  ptx::cp_async_wait_all();
+  __syncwarp();
+#pragma unroll 1
+  for (int r = 0; r < 2; r++) {
+    const int row = tile::fragment_row_again() + 8 * r, c = ptx::tid_x() & 3;
+    const uint32_t copied = smem_addr(smem.q) + tile::swizzle_128b(row, c);  // and the chunk four further: ^ 64
+    uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < 18; i++) {
-      const uint32_t of_words = ptx::max_u16x2(ptx::max_u16x2(v[i].x & 0x7fff7fff, v[i].y & 0x7fff7fff),
-                                               ptx::max_u16x2(v[i].z & 0x7fff7fff, v[i].w & 0x7fff7fff));
-      (i < 16 ? largest : largest_rope) = ptx::max_u16x2(i < 16 ? largest : largest_rope, of_words);
-    }
+    for (int i = 0; i < 16; i++)
+      largest = ptx::max_u16x2(largest, largest_of(ptx::ld_shared_v4((copied ^ i % 2 * 64) + i / 2 * tile::kTileBytes)));
+    const uint32_t rope = copied + 8 * tile::kTileBytes;
+    const uint4 rope0 = ptx::ld_shared_v4(rope), rope1 = ptx::ld_shared_v4(rope ^ 64);
+    const uint32_t largest_rope = ptx::max_u16x2(largest_of(rope0), largest_of(rope1));
     largest = ptx::max_u16x2(ptx::prmt(largest, largest_rope, 0x5410), ptx::prmt(largest, largest_rope, 0x7632));
     largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 1));
     largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 2));
     const int biased = max((int)(largest >> 7 & 0xff), max((int)(largest >> 23) - 40, 16));  // so that RoPE stays finite
     if (c == 0) smem.q_unit[row] = biased == 255 ? __int_as_float(0x7fffffff) : __int_as_float((biased - 7) << 23);
-    const uint32_t inverse = query_row<Config>(params, row).exists ? (261 - max(biased, 7)) << 7 : 0;
-    const uint32_t factor = inverse | inverse << 16;
+    const uint32_t factor = (261 - biased) << 7 | (261 - biased) << 23;
+    const auto scaled = [&](const uint4& v) {
+      return make_uint4(ptx::mul_rn_bf16x2(v.x, factor), ptx::mul_rn_bf16x2(v.y, factor), ptx::mul_rn_bf16x2(v.z, factor),
+                        ptx::mul_rn_bf16x2(v.w, factor));
+    };
+    ptx::st_shared_v4(rope, scaled(rope0));
+    ptx::st_shared_v4(rope ^ 64, scaled(rope1));
+#pragma unroll 1
+    for (int t = 0; t < 4; t++) {
+      const uint32_t low = smem_addr(smem.q) + 2 * t * tile::kTileBytes;
+      uint4 v[4];  // dims 8 c to 8 c + 7 of each 32
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-      const CodePair a = split_codes(v[i].x, v[i].y, factor), b = split_codes(v[i].z, v[i].w, factor);
-      const uint32_t at = tile::swizzle_128b(row, i % 4 * 2 + c / 2) + c % 2 * 8;
-      ptx::st_shared_v2(smem_addr(smem.q[2 * (i / 4)]) + at, make_uint2(a.low, b.low));
-      ptx::st_shared_v2(smem_addr(smem.q[2 * (i / 4) + 1]) + at, make_uint2(a.high, b.high));
+      for (int i = 0; i < 4; i++)
+        v[i] = ptx::ld_shared_v4(low + i / 2 * tile::kTileBytes + tile::swizzle_128b(row, i % 2 * 4 + c));
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const CodePair a = split_codes(v[i].x, v[i].y, factor), b = split_codes(v[i].z, v[i].w, factor);
+        const uint32_t at = tile::swizzle_128b(row, 2 * i + c / 2) + c % 2 * 8;
+        ptx::st_shared_v2(low + at, make_uint2(a.low, b.low));
+        ptx::st_shared_v2(low + tile::kTileBytes + at, make_uint2(a.high, b.high));
+      }
     }
-#pragma unroll
-    for (int i = 16; i < 18; i++)
-      ptx::st_shared_v4(smem_addr(smem.q[8]) + tile::swizzle_128b(row, 4 * (i - 16) + c),
-                        make_uint4(ptx::mul_rn_bf16x2(v[i].x, factor), ptx::mul_rn_bf16x2(v[i].y, factor),
-                                   ptx::mul_rn_bf16x2(v[i].z, factor), ptx::mul_rn_bf16x2(v[i].w, factor)));
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
-#pragma unroll
-  for (int step = 0; step < Config::kQRegSteps; step++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = tile::fragment_row_again() + i % 2 * 8, c = ptx::tid_x() & 3;
-      q[step][i] = ptx::ld_shared(smem_addr(smem.q[step / 4]) + tile::swizzle_128b(row, step % 4 * 2 + i / 2) + 4 * c);
-    }
 }
 
-// S = Q K^T for one block, in units of Q's rows. issued(): called under the first products; told(t): when those of the first t
-// tiles of codes are done.
-template <class Config, class Issued, class Told>
-__device__ __forceinline__ void compute_products(float (&s)[32], const uint32_t (&q)[Config::kQRegSteps + 1][4],
-                                                 typename Config::Storage& smem,
-                                                 const tile::RingPosition<Config::kStages>& ring, Issued issued, Told told) {
+// S = Q K^T for one block, in units of Q's rows. issued(): called under the first products; done(): when all but the last tile's
+// products are.
+template <class Config, class Issued, class Done>
+__device__ __forceinline__ void compute_products(float (&s)[32], typename Config::Storage& smem,
+                                                 const tile::RingPosition<Config::kStages>& ring, Issued issued, Done done) {
   tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
-  ptx::wgmma_fence();
   const uint64_t q_desc = tile::k_major_desc(smem_addr(smem.q));
   const uint64_t k_desc = tile::k_major_desc(smem_addr(smem.k[ring.stage]));
+  float sums[2][32];  // over a tile of 128 dims; of the low codes first, while it is small
+  const auto start = [&](int t) {
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      ptx::wgmma_m64n64k32_ss_e4m3(
+          sums[t % 2], tile::advance(q_desc, (2 * t + i / 4) * tile::kTileBytes + i % 4 * tile::kKMajorStepBytes),
+          tile::advance(k_desc, t * tile::kTileBytes + i % 4 * tile::kKMajorStepBytes), i > 0);
+    ptx::wgmma_commit_group();
+  };
+  ptx::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 4; i++)
     ptx::wgmma_m64n64k16_ss<bf16_t>(s, tile::advance(q_desc, 8 * tile::kTileBytes + i * tile::kKMajorStepBytes),
                                     tile::advance(k_desc, 4 * tile::kTileBytes + i * tile::kKMajorStepBytes), i > 0);
-  ptx::wgmma_commit_group();
+  start(0);
+  start(1);
+  issued();
 #pragma unroll
   for (int t = 0; t < 4; t++) {
-    float sum[32];  // over this tile; the low codes first, while it is small
-    ptx::wgmma_fence();
+    if (t < 3)
+      ptx::wgmma_wait_group<1>();
+    else
+      ptx::wgmma_wait_group<0>();
+    if (t == 2) done();
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const int step = 8 * t + i;
-      const uint64_t b = tile::advance(k_desc, t * tile::kTileBytes + i % 4 * tile::kKMajorStepBytes);
-      if (step < Config::kQRegSteps)
-        ptx::wgmma_m64n64k32_rs_e4m3(sum, q[step < Config::kQRegSteps ? step : 0], b, i > 0);
-      else
-        ptx::wgmma_m64n64k32_ss_e4m3(
-            sum, tile::advance(q_desc, step / 4 * tile::kTileBytes + step % 4 * tile::kKMajorStepBytes), b, i > 0);
+      const float2 scale = load_pair(&smem.scales[ring.stage].key[t][8 * i + tile::fragment_col()]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) s[4 * i + j] += sums[t % 2][4 * i + j] * (j % 2 == 0 ? scale.x : scale.y);
     }
-    ptx::wgmma_commit_group();
-    if (t == 0) issued();
-    float2 scale[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) scale[i] = load_pair(&smem.scales[ring.stage].key[t][8 * i + tile::fragment_col()]);
-    ptx::wgmma_wait_group<0>();
-    told(t + 1);
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) s[4 * i + j] += sum[4 * i + j] * (j % 2 == 0 ? scale[i].x : scale[i].y);
+    if (t < 2) {
+      ptx::wgmma_fence();
+      start(t + 2);
+    }
   }
 }
 
@@ -254,12 +276,24 @@ __device__ __forceinline__ bool raise_maxima(attention::RowState& row0, attentio
   return true;
 }
 
+// The first request from `req` on of which this CTA has blocks.
+template <class Config>
+__device__ __forceinline__ int next_request(const SparseDecodeParams& params, const PartPlan& plan, int req) {
+  for (; req <= plan.end_req; req++) {
+    const Fragment fragment = load_fragment<Config>(params, plan, req);
+    if (fragment.begin_block < fragment.end_block) break;
+  }
+  return req;
+}
+
 // Registers are scarce here: what the loop over blocks does not need every time is derived again.
 template <class Config>
 __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> ring;
   uint32_t count = 0;  // of the blocks before: its lowest bit is the index of p, the next the parity of p's barriers
+  int next = next_request<Config>(params, plan, plan.begin_req);  // whose Q is loaded next
+  if (next <= plan.end_req) request_query<Config>(params, next, smem);
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
     const int row = tile::fragment_row_again();
@@ -271,22 +305,29 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       block = fragment.begin_block;
       end_block = fragment.end_block;
     }
-    uint32_t q[Config::kQRegSteps + 1][4];
     float scale0 = 0.0f, scale1 = 0.0f;
     if (block < end_block) {
-      load_query<Config>(params, req, smem, q);
+      encode_query<Config>(smem);
+      next = next_request<Config>(params, plan, req + 1);
       scale0 = params.scale_log2 * smem.q_unit[tile::fragment_row_again()];
       scale1 = params.scale_log2 * smem.q_unit[tile::fragment_row_again() + 8];
     }
     bool pending = false;  // P of the block before is not announced yet
     for (; block < end_block; block++) {
       float s[32];
-      const auto fence = [&] {
-        if (pending) ptx::fence_proxy_async();  // P of the block before
-      };
-      compute_products<Config>(s, q, smem, ring, fence, [&](int tiles) {
-        if (pending && tiles == Config::kTold) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
-      });
+      const bool last = block + 1 == end_block;
+      compute_products<Config>(
+          s, smem, ring,
+          [&] {
+            if (pending) ptx::fence_proxy_async();  // P of the block before
+          },
+          [&] {
+            if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+          });
+      if (last && next <= plan.end_req) {
+        ptx::bar_sync(kScoreBarrier, 128);  // no warp's products read Q any more
+        request_query<Config>(params, next, smem);
+      }
       // From here on log2 of what P is: of the probability times the token's unit.
 #pragma unroll
       for (int i = 0; i < 8; i++) {
@@ -317,7 +358,6 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       uint32_t p[4][4];
       attention::pack_probabilities<fp16_t>(s, p);
       attention::store_probabilities(p, smem_addr(smem.p[count & 1]), ptx::tid_x() % 128);
-      const bool last = block + 1 == end_block;
       if (last) {
         state0.sum = tile::quad_sum(state0.sum);
         state1.sum = tile::quad_sum(state1.sum);
@@ -335,7 +375,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       }
       if (tile::lane_id() == 0) factors.rescales[tile::warp_in_group()] = rescales;
       count++;
-      pending = !last && Config::kTold > 0;
+      pending = !last;
       if (!pending) {
         ptx::fence_proxy_async();
         arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
@@ -386,7 +426,7 @@ __device__ __forceinline__ void accumulate(Output& o, typename Config::Storage& 
                         tile::swizzle_128b(lane % 4 * 2, warp % 2 * 4 + lane / 16) + lane / 4 % 4 * 4;
   const uint32_t scales = smem_addr(&smem.scales[stage].value[tile_index][lane % 4 * 2]);
   const uint64_t p_desc = tile::k_major_desc(smem_addr(smem.p[count & 1]));
-  uint32_t a[Config::kBuffers][4];
+  uint32_t a[2][4];
   Codes codes = load_codes(even, 0, 0);
   uint32_t scale[2] = {ptx::ld_shared(scales), ptx::ld_shared(scales + 16)};
   make_values(a[0], codes, scale, 0);
@@ -408,14 +448,14 @@ __device__ __forceinline__ void accumulate(Output& o, typename Config::Storage& 
 #pragma unroll
   for (int i = 0; i < 16; i++) {
     const int step = i / 4, m = i % 4;
-    if (i >= Config::kBuffers) ptx::wgmma_wait_group<Config::kBuffers - 1>();
     if (i > 0 && m % 2 == 0) codes = load_codes(even, step, m / 2);
     if (i > 0 && m == 0)
 #pragma unroll
       for (int pair = 0; pair < 2; pair++) scale[pair] = ptx::ld_shared(scales + 32 * step + 16 * pair);
-    if (i > 0) make_values(a[i % Config::kBuffers], codes, scale, m % 2);
+    if (i > 0) make_values(a[i % 2], codes, scale, m % 2);
+    if (i > 0) ptx::wgmma_wait_group<0>();
     ptx::wgmma_fence();
-    ptx::wgmma_m64n64k16_rs<fp16_t>(o[m], a[i % Config::kBuffers], tile::advance(p_desc, step * tile::kKMajorStepBytes), 1);
+    ptx::wgmma_m64n64k16_rs<fp16_t>(o[m], a[i % 2], tile::advance(p_desc, step * tile::kKMajorStepBytes), 1);
     ptx::wgmma_commit_group();
   }
 }
