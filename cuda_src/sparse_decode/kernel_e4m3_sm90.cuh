@@ -219,11 +219,10 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
   ptx::bar_sync(kScoreBarrier, 128);
 }
 
-// S = Q K^T for one block, in units of Q's rows. issued(): called under the first products; done(): when all but the last tile's
-// products are.
-template <class Config, class Issued, class Done>
+// S = Q K^T for one block, in units of Q's rows. done(): called when all but the last tile's products are.
+template <class Config, class Done>
 __device__ __forceinline__ void compute_products(float (&s)[32], typename Config::Storage& smem,
-                                                 const tile::RingPosition<Config::kStages>& ring, Issued issued, Done done) {
+                                                 const tile::RingPosition<Config::kStages>& ring, Done done) {
   tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
   const uint64_t q_desc = tile::k_major_desc(smem_addr(smem.q));
   const uint64_t k_desc = tile::k_major_desc(smem_addr(smem.k[ring.stage]));
@@ -243,20 +242,20 @@ __device__ __forceinline__ void compute_products(float (&s)[32], typename Config
                                     tile::advance(k_desc, 4 * tile::kTileBytes + i * tile::kKMajorStepBytes), i > 0);
   start(0);
   start(1);
-  issued();
 #pragma unroll
   for (int t = 0; t < 4; t++) {
+    float2 scale[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) scale[i] = load_pair(&smem.scales[ring.stage].key[t][8 * i + tile::fragment_col()]);
     if (t < 3)
       ptx::wgmma_wait_group<1>();
     else
       ptx::wgmma_wait_group<0>();
     if (t == 2) done();
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float2 scale = load_pair(&smem.scales[ring.stage].key[t][8 * i + tile::fragment_col()]);
+    for (int i = 0; i < 8; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) s[4 * i + j] += sums[t % 2][4 * i + j] * (j % 2 == 0 ? scale.x : scale.y);
-    }
+      for (int j = 0; j < 4; j++) s[4 * i + j] += sums[t % 2][4 * i + j] * (j % 2 == 0 ? scale[i].x : scale[i].y);
     if (t < 2) {
       ptx::wgmma_fence();
       start(t + 2);
@@ -316,14 +315,9 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
     for (; block < end_block; block++) {
       float s[32];
       const bool last = block + 1 == end_block;
-      compute_products<Config>(
-          s, smem, ring,
-          [&] {
-            if (pending) ptx::fence_proxy_async();  // P of the block before
-          },
-          [&] {
-            if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
-          });
+      compute_products<Config>(s, smem, ring, [&] {
+        if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+      });
       if (last && next <= plan.end_req) {
         ptx::bar_sync(kScoreBarrier, 128);  // no warp's products read Q any more
         request_query<Config>(params, next, smem);
@@ -376,10 +370,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       if (tile::lane_id() == 0) factors.rescales[tile::warp_in_group()] = rescales;
       count++;
       pending = !last;
-      if (!pending) {
-        ptx::fence_proxy_async();
-        arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
-      }
+      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
     }
     const int slot = partial_slot(params, plan, req), row_again = tile::fragment_row_again();
     store_lse(params, slot, req, query_row<Config>(params, row_again), state0);
@@ -431,6 +422,7 @@ __device__ __forceinline__ void accumulate(Output& o, typename Config::Storage& 
   uint32_t scale[2] = {ptx::ld_shared(scales), ptx::ld_shared(scales + 16)};
   make_values(a[0], codes, scale, 0);
   tile::wait(smem_addr(&smem.p_full[count & 1]), count >> 1 & 1);
+  ptx::fence_proxy_async();  // P; by these warps, which have the time
   const Factors& factors = smem.factors[count & 1];
   const uint32_t rescales = ptx::ld_shared(smem_addr(factors.rescales));
 #pragma unroll
@@ -448,11 +440,11 @@ __device__ __forceinline__ void accumulate(Output& o, typename Config::Storage& 
 #pragma unroll
   for (int i = 0; i < 16; i++) {
     const int step = i / 4, m = i % 4;
-    if (i > 0 && m % 2 == 0) codes = load_codes(even, step, m / 2);
-    if (i > 0 && m == 0)
-#pragma unroll
-      for (int pair = 0; pair < 2; pair++) scale[pair] = ptx::ld_shared(scales + 32 * step + 16 * pair);
     if (i > 0) make_values(a[i % 2], codes, scale, m % 2);
+    if (m % 2 == 1 && i < 15) codes = load_codes(even, (i + 1) / 4, (i + 1) % 4 / 2);
+    if (m == 3 && i < 15)
+#pragma unroll
+      for (int pair = 0; pair < 2; pair++) scale[pair] = ptx::ld_shared(scales + 32 * (step + 1) + 16 * pair);
     if (i > 0) ptx::wgmma_wait_group<0>();
     ptx::wgmma_fence();
     ptx::wgmma_m64n64k16_rs<fp16_t>(o[m], a[i % 2], tile::advance(p_desc, step * tile::kKMajorStepBytes), 1);
