@@ -12,7 +12,7 @@ template <class Format>
 struct E4m3 {};  // in place of the format: the kernel that multiplies codes
 
 // What a stage tells of its tokens beside their codes; written as the stage is filled.
-struct alignas(16) TokenScales {
+struct alignas(64) TokenScales {
   float key[4][64];       // tile of 128 dims, token (column_order): the scale
   uint16_t value[4][64];  // tile, token: the same over the token's unit, fp16
   float exponent[64];     // token (column_order): log2 of the unit, the power of two below the token's largest scale

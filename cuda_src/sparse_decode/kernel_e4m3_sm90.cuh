@@ -15,7 +15,7 @@
 // roles   warpgroup 0  scores: S = Q K^T, masking, softmax, P to shared memory, row sums, log-sum-exp, sink
 //         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
 //         warpgroup 3  finds the tokens of each block, a warp 16 of them; copies their codes, and works out their scales
-// order   Q K^T (n + 1) runs under the softmax of n, P V (n) beside both.
+// order   The halves are told of P (n) when Q K^T (n + 1) is done, and keep the tensor cores busy during its softmax.
 //
 // barrier     arrivals                         armed by     waited on by
 // k_full[s]   4 (warps)                        3            all others   codes, scales and validity bits are in stage s
@@ -69,11 +69,16 @@ __device__ __forceinline__ float2 load_pair(const float* at) {
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 
-// Values of the 64 tokens, in the order in which a score thread needs them: its 16 columns are neighbours.
-__device__ __forceinline__ int column_order(int token) { return token % 8 / 2 * 16 + token / 8 * 2 + token % 2; }
+// Values of the 64 tokens, in the order in which a score thread needs them: those of its 16 columns are neighbours, four by four,
+// and the four lanes of a quad meet different banks.
+__device__ __forceinline__ int column_order(int token) {
+  const int c = token % 8 / 2;
+  return 16 * c + (token / 16 ^ c / 2) * 4 + token / 8 % 2 * 2 + token % 2;
+}
 // Those of accumulators 8 i to 8 i + 7: of token 16 i + 2 (lane % 4) and the next, and of those 8 further.
 __device__ __forceinline__ float4 load_columns(const float (&values)[64], int i) {
-  const uint4 v = ptx::ld_shared_v4(smem_addr(values) + (tile::lane_id() & 3) * 64 + 16 * i);
+  const int c = tile::lane_id() & 3;
+  const uint4 v = ptx::ld_shared_v4((smem_addr(values) + 64 * c + c / 2 * 16) ^ 16 * i);
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
 // The one that belongs to accumulator j of these eight.
@@ -231,52 +236,59 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
   ptx::bar_sync(kScoreBarrier, 128);
 }
 
-// S = Q K^T for one block, in units of Q's rows: RoPE into the total, then tile after tile of codes into a sum of their own, which
-// `add_tile` scales and adds. Everything between a start and an add runs beside the products.
-template <class Config>
-struct Products {
-  typename Config::Storage& smem;
-
-  // Codes of 128 dims; of the low ones of Q first, while the sum is small.
-  __device__ __forceinline__ void start_tile(float (&sum)[32], int stage, int t) const {
-    const uint64_t q = tile::k_major_desc(smem_addr(smem.q[2 * t])), k = tile::k_major_desc(smem_addr(smem.k[stage][t]));
-    ptx::wgmma_fence();
+// S = Q K^T for one block, in units of Q's rows. done(): called when all but the last tile's products are.
+template <class Config, class Done>
+__device__ __forceinline__ void compute_products(float (&s)[32], typename Config::Storage& smem,
+                                                 const tile::RingPosition<Config::kStages>& ring, Done done) {
+  tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
+  const uint64_t q_desc = tile::k_major_desc(smem_addr(smem.q));
+  const uint64_t k_desc = tile::k_major_desc(smem_addr(smem.k[ring.stage]));
+  float sums[2][32];  // over a tile of 128 dims; of the low codes first, while it is small
+  const auto start = [&](int t) {
 #pragma unroll
     for (int i = 0; i < 8; i++)
-      ptx::wgmma_m64n64k32_ss_e4m3(sum, tile::advance(q, i / 4 * tile::kTileBytes + i % 4 * tile::kKMajorStepBytes),
-                                   tile::advance(k, i % 4 * tile::kKMajorStepBytes), i > 0);
+      ptx::wgmma_m64n64k32_ss_e4m3(
+          sums[t % 2], tile::advance(q_desc, (2 * t + i / 4) * tile::kTileBytes + i % 4 * tile::kKMajorStepBytes),
+          tile::advance(k_desc, t * tile::kTileBytes + i % 4 * tile::kKMajorStepBytes), i > 0);
     ptx::wgmma_commit_group();
-  }
-  __device__ __forceinline__ void start(float (&total)[32], float (&sum)[32], int stage) const {
-    const uint64_t q = tile::k_major_desc(smem_addr(smem.q[8])), k = tile::k_major_desc(smem_addr(smem.k[stage][4]));
-    ptx::wgmma_fence();
+  };
+  ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      ptx::wgmma_m64n64k16_ss<bf16_t>(total, tile::advance(q, i * tile::kKMajorStepBytes),
-                                      tile::advance(k, i * tile::kKMajorStepBytes), i > 0);
-    start_tile(sum, stage, 0);
-  }
-  // Adds tile t and starts the next.
-  __device__ __forceinline__ void add_tile(float (&total)[32], float (&sum)[32], int stage, int t) const {
+  for (int i = 0; i < 4; i++)
+    ptx::wgmma_m64n64k16_ss<bf16_t>(s, tile::advance(q_desc, 8 * tile::kTileBytes + i * tile::kKMajorStepBytes),
+                                    tile::advance(k_desc, 4 * tile::kTileBytes + i * tile::kKMajorStepBytes), i > 0);
+  start(0);
+  start(1);
+#pragma unroll
+  for (int t = 0; t < 4; t++) {
     float4 scale[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) scale[i] = load_columns(smem.scales[stage].key[t], i);
-    ptx::wgmma_wait_group<0>();
+    for (int i = 0; i < 4; i++) scale[i] = load_columns(smem.scales[ring.stage].key[t], i);
+    if (t < 3)
+      ptx::wgmma_wait_group<1>();
+    else
+      ptx::wgmma_wait_group<0>();
+    if (t == 2) done();
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int j = 0; j < 8; j++) total[8 * i + j] += sum[8 * i + j] * of_column(scale[i], j);
-    if (t < 3) start_tile(sum, stage, t + 1);
+      for (int j = 0; j < 8; j++) s[8 * i + j] += sums[t % 2][8 * i + j] * of_column(scale[i], j);
+    if (t < 2) {
+      ptx::wgmma_fence();
+      start(t + 2);
+    }
   }
-};
+}
 
 // The maxima that probabilities are relative to, where they must move: in fp16 a probability is as precise wherever it lies
-// between 2^-14 and the largest finite one, so it may outgrow its row's maximum by far. Returns whether any row of the warp has.
+// between 2^-14 and the largest finite one, so it may outgrow its row's maximum by far. max0, max1: of this thread. Returns whether
+// any row of the warp has moved.
 __device__ __forceinline__ bool raise_maxima(attention::RowState& row0, attention::RowState& row1, float max0, float max1,
                                               float& rescale0, float& rescale1) {
   constexpr float kSlack = 8.0f;  // log2
   rescale0 = rescale1 = 1.0f;
   if (!__any_sync(kFullWarp, max0 > row0.max_log2 + kSlack || max1 > row1.max_log2 + kSlack)) return false;
+  tile::quad_max(max0, max1);
   rescale0 = row0.raise(max0);
   rescale1 = row1.raise(max1);
   return true;
@@ -298,7 +310,6 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> ring;
   uint32_t count = 0;  // of the blocks before: its lowest bit is the index of p, the next the parity of p's barriers
-  const Products<Config> products{smem};
   int next = next_request<Config>(params, plan, plan.begin_req);  // whose Q is loaded next
   if (next <= plan.end_req) request_query<Config>(params, next, smem);
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
@@ -313,57 +324,48 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       end_block = fragment.end_block;
     }
     float scale0 = 0.0f, scale1 = 0.0f;
-    const bool attends = block < end_block;
-    if (attends) {
+    if (block < end_block) {
       encode_query<Config>(smem);
       next = next_request<Config>(params, plan, req + 1);
       scale0 = params.scale_log2 * smem.q_unit[tile::fragment_row_again()];
       scale1 = params.scale_log2 * smem.q_unit[tile::fragment_row_again() + 8];
     }
-    float total[32], sum[32];
-    if (attends) {
-      tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
-      products.start(total, sum, ring.stage);
-#pragma unroll
-      for (int t = 0; t < 4; t++) products.add_tile(total, sum, ring.stage, t);
-    }
+    bool pending = false;  // P of the block before is not announced yet
     for (; block < end_block; block++) {
+      float s[32];
       const bool last = block + 1 == end_block;
-      const int stage = ring.stage;
-      float s[32];  // log2 of what P is: of the probability times the token's unit
+      compute_products<Config>(s, smem, ring, [&] {
+        if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+      });
+      if (last && next <= plan.end_req) {
+        ptx::bar_sync(kScoreBarrier, 128);  // no warp's products read Q any more
+        request_query<Config>(params, next, smem);
+      }
+      // From here on log2 of what P is: of the probability times the token's unit.
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float4 exponent = load_columns(smem.scales[stage].exponent, i);
+        const float4 exponent = load_columns(smem.scales[ring.stage].exponent, i);
 #pragma unroll
         for (int j = 0; j < 8; j++)
-          s[8 * i + j] = total[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(exponent, j);
+          s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(exponent, j);
       }
-      ring.advance();
-      if (!last) tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
-      products.start(total, sum, ring.stage);
-      attention::mask_invalid(s, smem.valid[stage]);
+      attention::mask_invalid(s, smem.valid[ring.stage]);
       if constexpr (Config::kPaged)
         if (params.causal) mask_unseen<Config>(params, req, block, s);
       float max0, max1, rescale0, rescale1;
-      attention::row_max(s, max0, max1);
+      attention::thread_max(s, max0, max1);
       const bool rescales = raise_maxima(state0, state1, max0, max1, rescale0, rescale1);
-      const auto exponentiate = [&](int half) {
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; i++) {
-          const float4 inverse = load_columns(smem.scales[stage].inverse, i);
+      for (int i = 0; i < 4; i++) {
+        const float4 inverse = load_columns(smem.scales[ring.stage].inverse, i);
 #pragma unroll
-          for (int j = 0; j < 8; j++) {
-            attention::RowState& state = j % 4 < 2 ? state0 : state1;
-            s[8 * i + j] = ptx::ex2_approx_ftz(s[8 * i + j] - state.max_log2);
-            state.sum += s[8 * i + j] * of_column(inverse, j);
-          }
+        for (int j = 0; j < 8; j++) {
+          attention::RowState& state = j % 4 < 2 ? state0 : state1;
+          s[8 * i + j] = ptx::ex2_approx_ftz(s[8 * i + j] - state.max_log2);
+          state.sum += s[8 * i + j] * of_column(inverse, j);
         }
-      };
-      products.add_tile(total, sum, ring.stage, 0);
-      exponentiate(0);
-      products.add_tile(total, sum, ring.stage, 1);
-      exponentiate(1);
-      products.add_tile(total, sum, ring.stage, 2);
+      }
+      ring.advance();
 
       tile::wait(smem_addr(&smem.p_empty[count & 1]), ~count >> 1 & 1);
       uint32_t p[4][4];
@@ -385,13 +387,9 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
         }
       }
       if (tile::lane_id() == 0) factors.rescales[tile::warp_in_group()] = rescales;
-      arrive_once_per_warp(smem_addr(&smem.p_full[count & 1]));
       count++;
-      products.add_tile(total, sum, ring.stage, 3);
-    }
-    if (attends && next <= plan.end_req) {
-      ptx::bar_sync(kScoreBarrier, 128);  // no warp's products read Q any more
-      request_query<Config>(params, next, smem);
+      pending = !last;
+      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
     }
     const int slot = partial_slot(params, plan, req), row_again = tile::fragment_row_again();
     store_lse(params, slot, req, query_row<Config>(params, row_again), state0);
@@ -463,6 +461,7 @@ __device__ __forceinline__ void accumulate(Output& o, typename Config::Storage& 
     const int step = i / 4, m = i % 4;
     if (i > 0) make_values(a[i % 2], codes, scale, m % 2);
     if (m % 2 == 1 && i < 15) codes = load_codes(even, (i + 1) / 4, (i + 1) % 4 / 2);
+    if (i == 14) arrive_once_per_warp(smem_addr(&smem.k_empty[stage]));  // all of it is in registers
     if (m == 3 && i < 15)
 #pragma unroll
       for (int pair = 0; pair < 2; pair++) scale[pair] = ptx::ld_shared(scales + 32 * (step + 1) + 16 * pair);
@@ -575,7 +574,6 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
     for (; blocks_left > 0; blocks_left--) {
       tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
       accumulate<Config>(o, smem, ring.stage, count);
-      arrive_once_per_warp(smem_addr(&smem.k_empty[ring.stage]));  // all of it is in registers
       ptx::wgmma_wait_group<0>();
       // The last block's row factors are kept until inv_sum has been read.
       if (blocks_left > 1) arrive_once_per_warp(smem_addr(&smem.p_empty[count & 1]));
