@@ -46,6 +46,7 @@ struct SparseKeys {
 };
 
 struct SparseDecodeParams {
+  TensorMap k_map;             // paged, 656-byte layout: (328 | tokens of a page | 1 | 1 | pages) of 16 bits, box (64, 16, 1, 1, 1)
   SparseKeys main, extra;      // attention over the union; paged: main.cache alone
   const void* q;               // (batch, s_q, h_q, d_qk) bf16
   void* out;                   // (batch, s_q, h_q, 512) bf16
@@ -67,7 +68,7 @@ struct SparseDecodeParams {
   float scale_log2;            // softmax_scale * log2(e)
   uint32_t h_q_magic;          // division by h_q, see common/math.cuh
   int32_t h_q_shift;
-  int32_t reserved;
+  int32_t whole_boxes;         // 0 | 1: k_map is there, and 16 tokens from a multiple of 16 on lie in one page
 };
 
 struct CombineParams {

@@ -18,7 +18,7 @@
 // order   The halves are told of P (n) when Q K^T (n + 1) is done, and keep the tensor cores busy during its softmax.
 //
 // barrier     arrivals                         armed by     waited on by
-// k_full[s]   4 (warps)                        3            all others   codes, scales and validity bits are in stage s
+// k_full[s]   8 (warps twice) + TMA            3            all others   codes, scales and validity bits are in stage s
 // k_empty[s]  8 (warps)                        both halves  3            P V of the block in stage s has read it
 // p_full[i]   4 (warps)                        scores       both halves  p[i], factors[i] may be read
 // p_empty[i]  8 (warps)                        both halves  scores       they have been read
@@ -34,6 +34,7 @@
 #include "common/params.cuh"
 #include "ptx/bar.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/cp_async_bulk.cuh"
 #include "ptx/cvt_fp8_halves.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -106,7 +107,8 @@ __device__ __forceinline__ void store_scales(TokenScales& to, int token, uint4 s
 
 __device__ const uint4 kNoScales[1] = {};
 
-// Warpgroup 3. What is copied was named a block before.
+// Warpgroup 3. What is copied was named a block before. Where a warp's 16 tokens all exist and lie in one page, the copy engine
+// takes them; else cp.async, which makes zeros of those that do not exist.
 template <class Config>
 __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, const PartPlan& plan,
                                             typename Config::Storage& smem) {
@@ -116,33 +118,42 @@ __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, co
   tile::RingPosition<Config::kStages> ring;
   TokenName name = cursor.load_name();
   while (!cursor.at_end()) {
-    const uint8_t* rows[4];  // of tokens lane / 8, + 4, + 8, + 12, whose pieces this lane copies
-    const uint8_t* own_scales;
-    {
-      const TokenAddress at = locate<Config>(params, name);
-      own_scales = at.row == nullptr ? reinterpret_cast<const uint8_t*>(kNoScales) : at.row + Format::kNope;
+    const TokenAddress at = locate<Config>(params, name);
+    const uint32_t valid = __ballot_sync(kFullWarp, at.row != nullptr);
+    const bool boxes = Config::kPaged && params.whole_boxes && valid == kFullWarp;
+    const uint32_t full = smem_addr(&smem.k_full[ring.stage]), first = smem_addr(smem.k[ring.stage]) + 16 * warp * tile::kTileRowBytes;
+    tile::wait(smem_addr(&smem.k_empty[ring.stage]), ring.phase ^ 1);
+    if (boxes) {
+      if (lane == 0) {
+        ptx::mbarrier_arrive_expect_tx(full, 5 * 16 * tile::kTileRowBytes);
+        const int page = params.block_table == nullptr ? name.request : name.index;
+#pragma unroll 1
+        for (int t = 0; t < 5; t++)
+          ptx::cp_async_bulk_tensor_5d(first + t * tile::kTileBytes, &params.k_map, full, t < 4 ? 64 * t : Format::kRopeOffset / 2,
+                                       name.detail, 0, 0, page);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < 4; i++) {
+        const uint8_t* row = shuffle<Format>(at, 4 * i + lane / 8).row;
+        const uint32_t bytes = row == nullptr ? 0 : 16;  // 0 writes zeros, for 0 x anything must stay 0
+        const uint32_t dst = first + tile::swizzle_128b(4 * i + lane / 8, lane % 8);
 #pragma unroll
-      for (int i = 0; i < 4; i++) rows[i] = shuffle<Format>(at, 4 * i + lane / 8).row;
-      const uint32_t valid = __ballot_sync(kFullWarp, at.row != nullptr);
-      tile::wait(smem_addr(&smem.k_empty[ring.stage]), ring.phase ^ 1);
-      if (lane == 0) smem.valid[ring.stage].bits[warp] = (uint16_t)valid;
+        for (int t = 0; t < 5; t++)
+          ptx::cp_async_16(dst + t * tile::kTileBytes, row + 16 * (lane % 8) + (t < 4 ? 128 * t : Format::kRopeOffset), bytes);
+      }
+      if (lane == 0) ptx::mbarrier_arrive(full);
     }
-    const uint4 scales = ptx::ld_global_nc_v4(own_scales);
+    const uint4 scales =
+        ptx::ld_global_nc_v4(at.row == nullptr ? reinterpret_cast<const uint8_t*>(kNoScales) : at.row + Format::kNope);
     cursor.next();
     name = cursor.load_name();
-    const uint32_t full = smem_addr(&smem.k_full[ring.stage]);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint32_t bytes = rows[i] == nullptr ? 0 : 16;  // 0 writes zeros, for 0 x anything must stay 0
-      const uint32_t dst = smem_addr(smem.k[ring.stage]) + tile::swizzle_128b(16 * warp + 4 * i + lane / 8, lane % 8);
-      const uint8_t* src = rows[i] + 16 * (lane % 8);
-#pragma unroll
-      for (int t = 0; t < 5; t++)
-        ptx::cp_async_16(dst + t * tile::kTileBytes, src + (t < 4 ? 128 * t : Format::kRopeOffset), bytes);
-    }
+    if (lane == 0) smem.valid[ring.stage].bits[warp] = (uint16_t)valid;
     if (lane < 16) store_scales(smem.scales[ring.stage], 16 * warp + lane, scales);
-    ptx::cp_async_wait_all();
-    ptx::fence_proxy_async();  // by these warps, which have the time, for wgmma to read
+    if (!boxes) {
+      ptx::cp_async_wait_all();
+      ptx::fence_proxy_async();  // by these warps, which have the time, for wgmma to read
+    }
     arrive_once_per_warp(full);
     ring.advance();
   }
@@ -237,8 +248,9 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
 }
 
 // S = Q K^T for one block, in units of Q's rows. done(): called when all but the last tile's products are.
+// columns: becomes log2 of the tokens' units.
 template <class Config, class Done>
-__device__ __forceinline__ void compute_products(float (&s)[32], typename Config::Storage& smem,
+__device__ __forceinline__ void compute_products(float (&s)[32], float4 (&columns)[4], typename Config::Storage& smem,
                                                  const tile::RingPosition<Config::kStages>& ring, Done done) {
   tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
   const uint64_t q_desc = tile::k_major_desc(smem_addr(smem.q));
@@ -259,20 +271,23 @@ __device__ __forceinline__ void compute_products(float (&s)[32], typename Config
                                     tile::advance(k_desc, 4 * tile::kTileBytes + i * tile::kKMajorStepBytes), i > 0);
   start(0);
   start(1);
+  const TokenScales& scales = smem.scales[ring.stage];
+#pragma unroll
+  for (int i = 0; i < 4; i++) columns[i] = load_columns(scales.key[0], i);
 #pragma unroll
   for (int t = 0; t < 4; t++) {
-    float4 scale[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) scale[i] = load_columns(smem.scales[ring.stage].key[t], i);
     if (t < 3)
       ptx::wgmma_wait_group<1>();
     else
       ptx::wgmma_wait_group<0>();
-    if (t == 2) done();
+    if (t == 1) done();
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4; i++) {
 #pragma unroll
-      for (int j = 0; j < 8; j++) s[8 * i + j] += sums[t % 2][8 * i + j] * of_column(scale[i], j);
+      for (int j = 0; j < 8; j++) s[8 * i + j] += sums[t % 2][8 * i + j] * of_column(columns[i], j);
+      // Ahead of the next products, which leave shared memory little time for others.
+      columns[i] = load_columns(t < 3 ? scales.key[t + 1] : scales.exponent, i);
+    }
     if (t < 2) {
       ptx::wgmma_fence();
       start(t + 2);
@@ -334,7 +349,8 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
     for (; block < end_block; block++) {
       float s[32];
       const bool last = block + 1 == end_block;
-      compute_products<Config>(s, smem, ring, [&] {
+      float4 columns[4];
+      compute_products<Config>(s, columns, smem, ring, [&] {
         if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
       });
       if (last && next <= plan.end_req) {
@@ -343,12 +359,10 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       }
       // From here on log2 of what P is: of the probability times the token's unit.
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float4 exponent = load_columns(smem.scales[ring.stage].exponent, i);
+      for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int j = 0; j < 8; j++)
-          s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(exponent, j);
-      }
+          s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i], j);
       attention::mask_invalid(s, smem.valid[ring.stage]);
       if constexpr (Config::kPaged)
         if (params.causal) mask_unseen<Config>(params, req, block, s);
@@ -597,7 +611,7 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
 template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   for (int stage = 0; stage < Config::kStages; stage++) {
-    ptx::mbarrier_init(smem_addr(&smem.k_full[stage]), 4);
+    ptx::mbarrier_init(smem_addr(&smem.k_full[stage]), 8);
     ptx::mbarrier_init(smem_addr(&smem.k_empty[stage]), 8);
   }
   for (int i = 0; i < 2; i++) {

@@ -44,6 +44,7 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
         ("i32", "heads_per_kv_shift"),
     ],
     "SparseDecodeParams": [
+        ("map", "k_map"),
         *_sparse_keys("main"),
         *_sparse_keys("extra"),
         ("ptr", "q out lse o_partial lse_partial metadata attn_sink block_table cache_seqlens"),
@@ -51,7 +52,7 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
         ("i32", "batch s_q h_q num_sm_parts causal max_seqlen"),
         ("f32", "scale_log2"),
         ("u32", "h_q_magic"),
-        ("i32", "h_q_shift reserved"),
+        ("i32", "h_q_shift whole_boxes"),
     ],
     "SparsePrefillParams": [
         ("ptr", "q kv indices topk_length attn_sink cu_seqlens_q cu_seqlens_kv out max_logits lse"),
