@@ -248,9 +248,9 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
 }
 
 // S = Q K^T for one block, in units of Q's rows. done(): called when all but the last tile's products are.
-// columns: becomes log2 of the tokens' units.
+// columns: becomes the first half of log2 of the tokens' units.
 template <class Config, class Done>
-__device__ __forceinline__ void compute_products(float (&s)[32], float4 (&columns)[4], typename Config::Storage& smem,
+__device__ __forceinline__ void compute_products(float (&s)[32], float4 (&columns)[2], typename Config::Storage& smem,
                                                  const tile::RingPosition<Config::kStages>& ring, Done done) {
   tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
   const uint64_t q_desc = tile::k_major_desc(smem_addr(smem.q));
@@ -273,7 +273,7 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
   start(1);
   const TokenScales& scales = smem.scales[ring.stage];
 #pragma unroll
-  for (int i = 0; i < 4; i++) columns[i] = load_columns(scales.key[0], i);
+  for (int i = 0; i < 2; i++) columns[i] = load_columns(scales.key[0], i);
 #pragma unroll
   for (int t = 0; t < 4; t++) {
     if (t < 3)
@@ -284,9 +284,8 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #pragma unroll
-      for (int j = 0; j < 8; j++) s[8 * i + j] += sums[t % 2][8 * i + j] * of_column(columns[i], j);
-      // Ahead of the next products, which leave shared memory little time for others.
-      columns[i] = load_columns(t < 3 ? scales.key[t + 1] : scales.exponent, i);
+      for (int j = 0; j < 8; j++) s[8 * i + j] += sums[t % 2][8 * i + j] * of_column(columns[i % 2], j);
+      columns[i % 2] = i < 2 ? load_columns(scales.key[t], i + 2) : load_columns(t < 3 ? scales.key[t + 1] : scales.exponent, i - 2);
     }
     if (t < 2) {
       ptx::wgmma_fence();
@@ -349,7 +348,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
     for (; block < end_block; block++) {
       float s[32];
       const bool last = block + 1 == end_block;
-      float4 columns[4];
+      float4 columns[2];
       compute_products<Config>(s, columns, smem, ring, [&] {
         if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
       });
@@ -358,11 +357,14 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
         request_query<Config>(params, next, smem);
       }
       // From here on log2 of what P is: of the probability times the token's unit.
+      const TokenScales& scales = smem.scales[ring.stage];
 #pragma unroll
-      for (int i = 0; i < 4; i++)
+      for (int i = 0; i < 4; i++) {
 #pragma unroll
         for (int j = 0; j < 8; j++)
-          s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i], j);
+          s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i % 2], j);
+        columns[i % 2] = i < 2 ? load_columns(scales.exponent, i + 2) : load_columns(scales.inverse, i - 2);
+      }
       attention::mask_invalid(s, smem.valid[ring.stage]);
       if constexpr (Config::kPaged)
         if (params.causal) mask_unseen<Config>(params, req, block, s);
@@ -371,13 +373,13 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       const bool rescales = raise_maxima(state0, state1, max0, max1, rescale0, rescale1);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float4 inverse = load_columns(smem.scales[ring.stage].inverse, i);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
           attention::RowState& state = j % 4 < 2 ? state0 : state1;
           s[8 * i + j] = ptx::ex2_approx_ftz(s[8 * i + j] - state.max_log2);
-          state.sum += s[8 * i + j] * of_column(inverse, j);
+          state.sum += s[8 * i + j] * of_column(columns[i % 2], j);
         }
+        if (i < 2) columns[i] = load_columns(scales.inverse, i + 2);
       }
       ring.advance();
 
