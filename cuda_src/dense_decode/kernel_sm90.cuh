@@ -10,9 +10,8 @@
 //         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
 //         One elected lane of each output warp loads: warp w of half h tile 4 h + w of K, into the stage that its own
 //         warpgroup has just left; warp 2 of half 1 also the RoPE tile, once both have left the stage.
-// order   Several tiles of rows (bound by compute and power): the halves are told of P (n) only when Q K^T (n + 1) is nearly
-//         done, and keep the tensor cores busy while the score warpgroup is at its softmax of n + 1. One tile (bound by
-//         memory): at once, so that the stage is free the sooner.
+// order   The halves are told of P (n) only when Q K^T (n + 1) is nearly done, and keep the tensor cores busy while the score
+//         warpgroup is at its softmax of n + 1.
 // P (n) takes the place of the RoPE tile of its stage, which Q K^T (n) was the last to read.
 //
 // barrier            arrivals     bytes        armed by         waited on by
@@ -269,7 +268,6 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       unmasked_blocks = visible_tokens(params, fragment.seqlen, first_row) / Config::kBlock;
     }
     if (block < end_block) load_query<Config>(params, req, smem, q);
-    const bool late = gridDim.x > 1;
     bool pending = false;  // P of the block before is not announced yet
     for (; block < end_block; block++) {
       issue_scores<Config>(s, q, smem, k_ring);
@@ -303,7 +301,7 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
           smem.inv_sum[row + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
         }
       }
-      pending = late && block + 1 < end_block;
+      pending = block + 1 < end_block;
       if (!pending) {
         ptx::fence_proxy_async();
         arrive_once_per_warp(smem_addr(&smem.p_full));

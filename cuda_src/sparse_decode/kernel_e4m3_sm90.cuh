@@ -15,7 +15,7 @@
 // roles   warpgroup 0  scores: S = Q K^T, masking, softmax, P to shared memory, row sums, log-sum-exp, sink
 //         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
 //         warpgroup 3  finds the tokens of each block, a warp 16 of them; copies their codes, and works out their scales
-// order   The halves are told of P (n) when Q K^T (n + 1) is done, and keep the tensor cores busy during its softmax.
+// order   The halves are told of P (n) when half of Q K^T (n + 1) is done, and keep the tensor cores busy during its softmax.
 //
 // barrier     arrivals                         armed by     waited on by
 // k_full[s]   8 (warps twice) + TMA            3            all others   codes, scales and validity bits are in stage s
@@ -88,13 +88,14 @@ __device__ __forceinline__ float of_column(const float4& columns, int j) {
 }
 
 // ---- copies -----------------------------------------------------------------------------------------------------
-// A token's scales as scores and output need them. Units stay within 2^-90 and 2^100: smaller scales are multiples of it.
+// A token's scales as scores and output need them. Units stay within 2^-40 and 2^60, so that the sum of a row holds for tokens of
+// any unit: then values below 2^-64 are lost, and those beyond 2^76 become infinite.
 __device__ __forceinline__ void store_scales(TokenScales& to, int token, uint4 scales) {
   const uint32_t of_tile[4] = {scales.x, scales.y, scales.z, scales.w};
   uint32_t largest = 0;
 #pragma unroll
   for (int t = 0; t < 4; t++) largest = max(largest, of_tile[t] & 0x7fffffff);
-  const int biased = min(max((int)(largest >> 23), 127 - 90), 127 + 100);
+  const int biased = min(max((int)(largest >> 23), 127 - 40), 127 + 60);
   const float inverse = __int_as_float((254 - biased) << 23);
 #pragma unroll
   for (int t = 0; t < 4; t++) {
@@ -247,7 +248,8 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
   ptx::bar_sync(kScoreBarrier, 128);
 }
 
-// S = Q K^T for one block, in units of Q's rows. done(): called when all but the last tile's products are.
+// S = Q K^T for one block, in units of Q's rows. done(): called when the first two tiles'
+// products are.
 // columns: becomes the first half of log2 of the tokens' units.
 template <class Config, class Done>
 __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&columns)[2], typename Config::Storage& smem,
@@ -554,9 +556,12 @@ __device__ __forceinline__ void store_output(const SparseDecodeParams& params, t
     float largest = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < 4; warp++) largest = fmaxf(largest, smem.largest[half][warp][thread]);
-    // What a row that attended to nothing holds does not count.
-    const float factor = attention::half_partial_factor(largest * inv_sum[thread]);
-    smem.multiplier[half][thread] = inv_sum[thread] * factor;
+    // What a row that attended to nothing holds does not count. A sum relative to large units is small, and its inverse large:
+    // their product stays below 2^121.
+    const float inverse = inv_sum[thread];
+    const float most = __int_as_float(min(127 + 120 + 127 - (int)(__float_as_uint(inverse) >> 23), 254) << 23);
+    const float factor = fminf(attention::half_partial_factor(largest * inverse), most);
+    smem.multiplier[half][thread] = inverse * factor;
     const QueryRow row = query_row<Config>(params, thread);
     if (row.exists)
       attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q)[2 * index_of(row) + half] =

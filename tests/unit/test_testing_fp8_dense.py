@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from flashmla_cupy.kv_format import FORMATS
-from flashmla_cupy.ops.sparse_decode import multiplies_exact_keys
+from flashmla_cupy.ops.sparse_decode import what_is_rounded
 from flashmla_cupy.reference import kv_quant, sparse_decode
 from flashmla_cupy.reference._numerics import round_to
 from flashmla_cupy.testing import (
@@ -240,7 +240,7 @@ def best_kernel(case, given, xp, *, k_cache, block_table):
             count = max(0, length - case.s_q + token + 1) if case.causal else length
             indices[request, token, :count] = slots[request, :count]
     out, lse = sparse_decode.attend(given.q, k_cache, indices, mode="rounded")
-    if multiplies_exact_keys(False, case.s_q * case.h_q, case.d_qk):
+    if what_is_rounded(False, case.s_q * case.h_q, case.d_qk) != "keys":
         _, lse = sparse_decode.attend(given.q, k_cache, indices, mode="exact")
     given.out.array[...], given.lse.array[...] = out.astype(given.out.dtype), lse
     return given.out.array, given.lse.array
