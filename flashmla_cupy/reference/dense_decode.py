@@ -14,7 +14,7 @@ import numpy as np
 from flashmla_cupy.reference._numerics import namespace_of, round_to, widen
 
 MODES = ("exact", "rounded", "rounded scores")
-SCORE_DTYPE = {"rounded scores": np.float16}  # by mode, what scores are rounded to
+SCORE_BITS = {"rounded scores": 12}  # by mode, see softmax_of_rows
 _CHUNK_BYTES = {"numpy": 256 << 20, "cupy": 4 << 30}  # temporaries of the requests that are computed together
 
 
@@ -43,7 +43,8 @@ def attend(
         causal: query i of s_q sees ``length - s_q + i + 1`` keys.
         mode: ``"rounded"`` rounds the weights ``exp(score - row maximum)`` to the type of q before they meet the
             values, and the output after: what the best kernel on 16-bit tensor cores could give. The sum of the
-            weights is not rounded. ``"rounded scores"`` rounds the scores, scale included, to float16 instead.
+            weights is not rounded. ``"rounded scores"`` rounds the scores instead, to 2^-12 of the largest
+            that vectors of their norms could have: as e4m3 tensor cores may, which sum products to 13 bits.
         round_output: False leaves out the last of these, the rounding of the output.
         xp: ``numpy`` or ``cupy``; default by the type of ``q``.
 
@@ -82,7 +83,7 @@ def attend(
                 seen = xp.arange(length) < row_keys[:, None]
             o, o_lse = softmax_of_rows(
                 widen(queries).reshape(n, h_kv, rows, d_qk), widen(keys), head_dim_v, scale, seen, weight_dtype, xp,
-                SCORE_DTYPE.get(mode),
+                SCORE_BITS.get(mode),
             )
             if weight_dtype is not None and round_output:
                 o = round_to(o, weight_dtype, xp)
@@ -101,25 +102,28 @@ def check_mode(mode: str) -> None:
 
 def softmax_of_rows(
     q: Any, keys: Any, d_v: int, scale: float, seen: Any | None, weight_dtype: Any | None, xp: Any,
-    score_dtype: Any | None = None,
+    score_bits: int | None = None,
 ) -> tuple[Any, Any]:
     """q (n, h_kv, rows, d_qk), keys (n, h_kv, length, d_qk), both float64.
 
     seen: booleans that broadcast to (n, h_kv, rows, length), the keys that a row attends to; None: all.
     weight_dtype: what exp(score - maximum) is rounded to before it meets the values; None: not rounded.
-    score_dtype: what scores are rounded to, scale included; None: not rounded.
+    score_bits: scores are rounded to multiples of 2^-score_bits times the product of the norms; None: not rounded.
 
     Returns o (n, h_kv, rows, d_v) and lse (n, h_kv, rows), float64. A row without keys gives 0 and -inf.
     """
     with np.errstate(invalid="ignore"):  # infinities and NaNs among the keys take their course
-        return _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, score_dtype, xp)
+        return _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, score_bits, xp)
 
 
-def _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, score_dtype, xp):
+def _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, score_bits, xp):
     scores = xp.matmul(q, keys.swapaxes(-1, -2))
     scores *= scale
-    if score_dtype is not None:
-        scores = round_to(scores, score_dtype, xp)
+    if score_bits is not None:
+        norms = [xp.sqrt((x * x).sum(axis=-1)) for x in (q, keys)]
+        quantum = 2.0**-score_bits * abs(scale) * norms[0][..., :, None] * norms[1][..., None, :]
+        quantum = xp.where(quantum > 0, quantum, 1.0)
+        scores = xp.rint(scores / quantum) * quantum
     if seen is not None:
         scores = xp.where(seen, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)

@@ -55,7 +55,7 @@ def attend(
         extra_k_cache, extra_indices, extra_topk_length: a second cache and selection; attention is over both.
         mode: ``"rounded"`` rounds dequantized keys to float32 and then to bfloat16, the weights ``exp(score - row
             maximum)`` to the type of q before they meet the values, and the output: what the best kernel on 16-bit
-            tensor cores could give. ``"rounded scores"`` rounds the scores, scale included, to float16 instead.
+            tensor cores could give. ``"rounded scores"``: as in dense_decode.
         round_output: False leaves out the last of these, the rounding of the output.
         xp: ``numpy`` or ``cupy``; default by the type of ``q``.
 
@@ -92,7 +92,7 @@ def attend(
         seen = xp.concatenate([slots[chunk] >= 0 for _, slots in caches], axis=2)
         out[chunk], lse[chunk] = dense_decode.softmax_of_rows(
             widen(queries[chunk]), keys, head_dim_v, scale, seen[:, :, None], weight_dtype, xp,
-            dense_decode.SCORE_DTYPE.get(mode),
+            dense_decode.SCORE_BITS.get(mode),
         )
     out, lse = out.reshape(batch, s_q, h_q, head_dim_v), lse.reshape(batch, s_q, h_q)
     if attn_sink is not None:

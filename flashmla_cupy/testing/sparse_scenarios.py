@@ -52,10 +52,10 @@ def collect(suite: str, machine: Machine) -> list[tuple[str, Callable[[Machine],
         ("1,000 launches without a key", nothing_to_attend),
         ("graph follows indices and lengths changed in place", graph_contents),
     ]
-    if machine.xp.cuda.runtime.memGetInfo()[0] > 1.2 * _FAR_PAGES[-1] * 64 * 656:
-        rows.append(("slots beyond 2^31 and 2^32 bytes", far_slots))
     rows = [(f"{name}{label}", partial(on_kernel, check, label != ""))
             for name, check in rows for label in ("", " (codes)")]
+    if machine.xp.cuda.runtime.memGetInfo()[0] > 1.2 * _FAR_PAGES[-1] * 64 * 656:
+        rows.append(("slots beyond 2^31 and 2^32 bytes", partial(on_kernel, far_slots, True)))
     return [*rows, ("10,000 repetitions, PDL on", partial(on_kernel, partial(repetition, pdl=True), True)),
             ("10,000 repetitions, PDL off", partial(on_kernel, partial(repetition, pdl=False), False))]
 
