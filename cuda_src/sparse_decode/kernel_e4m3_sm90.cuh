@@ -38,7 +38,6 @@
 #include "ptx/cvt_fp8_halves.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/ld_global.cuh"
 #include "ptx/ld_st.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
@@ -122,7 +121,8 @@ __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, co
     const TokenAddress at = locate<Config>(params, name);
     const uint32_t valid = __ballot_sync(kFullWarp, at.row != nullptr);
     const bool boxes = Config::kPaged && params.whole_boxes && valid == kFullWarp;
-    const uint32_t full = smem_addr(&smem.k_full[ring.stage]), first = smem_addr(smem.k[ring.stage]) + 16 * warp * tile::kTileRowBytes;
+    const uint32_t full = smem_addr(&smem.k_full[ring.stage]);
+    const uint32_t first = smem_addr(smem.k[ring.stage]) + 16 * warp * tile::kTileRowBytes;
     tile::wait(smem_addr(&smem.k_empty[ring.stage]), ring.phase ^ 1);
     if (boxes) {
       if (lane == 0) {
@@ -248,9 +248,8 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
   ptx::bar_sync(kScoreBarrier, 128);
 }
 
-// S = Q K^T for one block, in units of Q's rows. done(): called when the first two tiles'
-// products are.
-// columns: becomes the first half of log2 of the tokens' units.
+// S = Q K^T for one block, in units of Q's rows. done(): called when the products of the first two tiles are. columns: becomes the
+// first half of log2 of the tokens' units.
 template <class Config, class Done>
 __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&columns)[2], typename Config::Storage& smem,
                                                  const tile::RingPosition<Config::kStages>& ring, Done done) {
@@ -300,7 +299,7 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
 // between 2^-14 and the largest finite one, so it may outgrow its row's maximum by far. max0, max1: of this thread. Returns whether
 // any row of the warp has moved.
 __device__ __forceinline__ bool raise_maxima(attention::RowState& row0, attention::RowState& row1, float max0, float max1,
-                                              float& rescale0, float& rescale1) {
+                                             float& rescale0, float& rescale1) {
   constexpr float kSlack = 8.0f;  // log2
   rescale0 = rescale1 = 1.0f;
   if (!__any_sync(kFullWarp, max0 > row0.max_log2 + kSlack || max1 > row1.max_log2 + kSlack)) return false;
@@ -604,6 +603,7 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
     const int slot = partial_slot(params, plan, req), half = output_half();
     if (empty) {
       // Whose inverse sums nobody writes: those of a row without keys are 0.
+      ptx::bar_sync(kOutputBarrier + half, 128);  // no warp reads those of the request before any more
       smem.multiplier[half][ptx::tid_x() % 64] = 0.0f;
       ptx::bar_sync(kOutputBarrier + half, 128);
       store_output<Config>(params, smem, half, slot, req, o, smem.multiplier[half]);

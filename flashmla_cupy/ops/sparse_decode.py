@@ -399,8 +399,8 @@ class _Plan:
 
 
 def _map_arguments(cache: Any) -> dict[str, Any]:
-    """A cache of the 656-byte layout as the copy engine sees it, innermost first: 16-bit pieces of a token | tokens of a
-    page | pages, between them axes of one."""
+    """A cache of the 656-byte layout as the copy engine sees it, innermost first: 16-bit pieces of a token | tokens of
+    a page | pages, between them axes of one."""
     pages, page_size, _, token_bytes = cache.shape
     page_stride = cache.strides[0] if pages > 1 else token_bytes
     return dict(dtype_name="bfloat16", shape=(token_bytes // 2, page_size, 1, 1, pages),
