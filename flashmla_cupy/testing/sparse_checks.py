@@ -89,8 +89,8 @@ def kernel_references(attend: Callable[..., tuple[Any, Any]], xp: Any, rounds: s
 
     Its output is measured against the exact keys, with the error of the reference that rounds keys to bfloat16 as the
     budget. rounds: what_is_rounded. Where keys are, the lse is held to that of the rounded keys, and where nothing is,
-    as on the NumPy backend, to the exact one, both as close as float32 accumulation; where scores are, its budget is the
-    error of rounding them so.
+    as on the NumPy backend, to the exact one, both as close as float32 accumulation; where scores are, its budget is
+    the error of rounding them so.
     """
     exact, rounded = attend(mode="exact", xp=xp), attend(mode="rounded", round_output=False, xp=xp)
     if rounds == "keys":
