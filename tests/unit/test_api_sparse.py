@@ -282,6 +282,19 @@ def test_blocks_decide_whether_codes_are_multiplied(gpu, blocks, h_q, d_qk, path
         assert ("e4m3" in forced) is (codes and "few" not in path and d_qk == 576)
 
 
+@pytest.mark.parametrize("page_size, whole", [(64, 1), (16, 1), (48, 1), (24, 0), (1, 0), (None, 1)])
+def test_boxes_are_copied_where_they_lie_in_pages(gpu, page_size, whole):
+    """The copy engine's boxes are 16 tokens; a contiguous cache (None) has one page a request."""
+    cache = gpu.array((40 if page_size else 2, page_size or 100, 1, 656), np.uint8)
+    arguments = {**dense_fp8(gpu), "q": gpu.array((2, 1, 64, 576)), "k_cache": cache}
+    if page_size is None:
+        arguments["block_table"] = None
+    with sparse_decode_op.with_codes(True):
+        flash_mla_with_kvcache(**arguments)
+    decode = next(event for event in gpu.take() if getattr(event, "name", "").startswith("sparse_decode.e4m3"))
+    assert int(decode.params["whole_boxes"]) == whole and bool(decode.params["k_map"].any()) is bool(whole)
+
+
 @pytest.mark.parametrize("s_q, h_q, d_qk, few", [(1, 16, 576, True), (4, 4, 576, True), (1, 17, 576, False),
                                                  (2, 16, 576, False), (1, 16, 512, False)])
 def test_few_rows_have_a_kernel_of_their_own(gpu, monkeypatch, s_q, h_q, d_qk, few):
