@@ -1,7 +1,6 @@
 // Compile-time shape of the FP8 decode kernel that multiplies codes.
 #pragma once
 #include "attention/split.cuh"
-#include "attention/token_validity.cuh"
 #include "common/types.cuh"
 #include "sparse_decode/config.cuh"
 #include "tile/swizzle.cuh"
@@ -15,7 +14,7 @@ struct E4m3 {};  // in place of the format: the kernel that multiplies codes
 struct alignas(64) TokenScales {
   float key[4][64];       // tile of 128 dims, token (column_order): the scale
   uint16_t value[4][64];  // tile, token: the same over the token's unit, fp16
-  float exponent[64];     // token (column_order): log2 of the unit, the power of two below the token's largest scale
+  float exponent[64];     // token (column_order): log2 of the unit, the power of two below the token's largest scale; -inf: no token
   float inverse[64];      // 1 / unit
 };
 
@@ -36,7 +35,6 @@ struct alignas(1024) E4m3Storage {
   float q_unit[64];                         // per row: what its codes are multiples of
   float largest[2][4][64];                  // half, warp, row: of the output's magnitudes
   float multiplier[2][64];                  // half, row: of the output
-  attention::TokenValidity valid[kStages];  // whose index is one of the cache
   uint64_t k_full[kStages], k_empty[kStages], p_full[2], p_empty[2];
   attention::PartPlan plan;
 };

@@ -18,7 +18,7 @@
 // order   The halves are told of P (n) when half of Q K^T (n + 1) is done, and keep the tensor cores busy during its softmax.
 //
 // barrier     arrivals                         armed by     waited on by
-// k_full[s]   8 (warps twice) + TMA            3            all others   codes, scales and validity bits are in stage s
+// k_full[s]   8 (warps twice) + TMA            3            all others   codes and scales are in stage s
 // k_empty[s]  8 (warps)                        both halves  3            P V of the block in stage s has read it
 // p_full[i]   4 (warps)                        scores       both halves  p[i], factors[i] may be read
 // p_empty[i]  8 (warps)                        both halves  scores       they have been read
@@ -28,7 +28,6 @@
 #include "attention/online_softmax.cuh"
 #include "attention/output_tile.cuh"
 #include "attention/split.cuh"
-#include "attention/token_validity.cuh"
 #include "common/check.cuh"
 #include "common/math.cuh"
 #include "common/params.cuh"
@@ -87,9 +86,10 @@ __device__ __forceinline__ float of_column(const float4& columns, int j) {
 }
 
 // ---- copies -----------------------------------------------------------------------------------------------------
-// A token's scales as scores and output need them. Units stay within 2^-40 and 2^60, so that the sum of a row holds for tokens of
+// A token's scales as scores and output need them. One that does not exist gets a score of -inf (NaN where its row of Q is not
+// finite). Units stay within 2^-40 and 2^60, so that the sum of a row holds for tokens of
 // any unit: then values below 2^-64 are lost, and those beyond 2^76 become infinite.
-__device__ __forceinline__ void store_scales(TokenScales& to, int token, uint4 scales) {
+__device__ __forceinline__ void store_scales(TokenScales& to, int token, bool exists, uint4 scales) {
   const uint32_t of_tile[4] = {scales.x, scales.y, scales.z, scales.w};
   uint32_t largest = 0;
 #pragma unroll
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_scales(TokenScales& to, int token, uint4 s
     to.key[t][column_order(token)] = __uint_as_float(of_tile[t]);
     to.value[t][token] = (uint16_t)ptx::cvt_rn_f16x2(__uint_as_float(of_tile[t]) * inverse, 0.0f);
   }
-  to.exponent[column_order(token)] = (float)(biased - 127);
+  to.exponent[column_order(token)] = exists ? (float)(biased - 127) : -infinity();
   to.inverse[column_order(token)] = inverse;
 }
 
@@ -149,8 +149,7 @@ __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, co
         ptx::ld_global_nc_v4(at.row == nullptr ? reinterpret_cast<const uint8_t*>(kNoScales) : at.row + Format::kNope);
     cursor.next();
     name = cursor.load_name();
-    if (lane == 0) smem.valid[ring.stage].bits[warp] = (uint16_t)valid;
-    if (lane < 16) store_scales(smem.scales[ring.stage], 16 * warp + lane, scales);
+    if (lane < 16) store_scales(smem.scales[ring.stage], 16 * warp + lane, valid >> lane & 1, scales);
     if (!boxes) {
       ptx::cp_async_wait_all();
       ptx::fence_proxy_async();  // by these warps, which have the time, for wgmma to read
@@ -204,45 +203,56 @@ template <class Config>
 __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
   ptx::cp_async_wait_all();
   __syncwarp();
-#pragma unroll 1
-  for (int r = 0; r < 2; r++) {
-    const int row = tile::fragment_row_again() + 8 * r, c = ptx::tid_x() & 3;
-    const uint32_t copied = smem_addr(smem.q) + tile::swizzle_128b(row, c);  // and the chunk four further: ^ 64
-    uint32_t largest = 0;
+  const int c = ptx::tid_x() & 3;
+  const uint32_t copied = smem_addr(smem.q) + tile::swizzle_128b(tile::fragment_row_again(), c);  // the chunk four further: ^ 64
+  constexpr uint32_t kRow = 8 * tile::kTileRowBytes;  // from a thread's first row to its second
+  uint32_t factor[2];
 #pragma unroll
-    for (int i = 0; i < 16; i++)
-      largest = ptx::max_u16x2(largest, largest_of(ptx::ld_shared_v4((copied ^ i % 2 * 64) + i / 2 * tile::kTileBytes)));
-    const uint32_t rope = copied + 8 * tile::kTileBytes;
+  for (int r = 0; r < 2; r++) {
+    uint32_t largest = 0;
+#pragma unroll 1
+    for (int t = 0; t < 8; t += 4)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        largest = ptx::max_u16x2(
+            largest, largest_of(ptx::ld_shared_v4((copied ^ i % 2 * 64) + (t + i / 2) * tile::kTileBytes + r * kRow)));
+    const uint32_t rope = copied + 8 * tile::kTileBytes + r * kRow;
     const uint4 rope0 = ptx::ld_shared_v4(rope), rope1 = ptx::ld_shared_v4(rope ^ 64);
     const uint32_t largest_rope = ptx::max_u16x2(largest_of(rope0), largest_of(rope1));
     largest = ptx::max_u16x2(ptx::prmt(largest, largest_rope, 0x5410), ptx::prmt(largest, largest_rope, 0x7632));
     largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 1));
     largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 2));
     const int biased = max((int)(largest >> 7 & 0xff), max((int)(largest >> 23) - 40, 16));  // so that RoPE stays finite
-    if (c == 0) smem.q_unit[row] = biased == 255 ? __int_as_float(0x7fffffff) : __int_as_float((biased - 7) << 23);
-    const uint32_t factor = (261 - biased) << 7 | (261 - biased) << 23;
+    if (c == 0)
+      smem.q_unit[tile::fragment_row_again() + 8 * r] = __int_as_float(biased == 255 ? 0x7fffffff : (biased - 7) << 23);
+    factor[r] = (261 - biased) << 7 | (261 - biased) << 23;
     const auto scaled = [&](const uint4& v) {
-      return make_uint4(ptx::mul_rn_bf16x2(v.x, factor), ptx::mul_rn_bf16x2(v.y, factor), ptx::mul_rn_bf16x2(v.z, factor),
-                        ptx::mul_rn_bf16x2(v.w, factor));
+      return make_uint4(ptx::mul_rn_bf16x2(v.x, factor[r]), ptx::mul_rn_bf16x2(v.y, factor[r]),
+                        ptx::mul_rn_bf16x2(v.z, factor[r]), ptx::mul_rn_bf16x2(v.w, factor[r]));
     };
     ptx::st_shared_v4(rope, scaled(rope0));
     ptx::st_shared_v4(rope ^ 64, scaled(rope1));
+  }
+  const uint32_t coded = smem_addr(smem.q) + tile::swizzle_128b(tile::fragment_row_again(), c / 2) + c % 2 * 8;
 #pragma unroll 1
-    for (int t = 0; t < 4; t++) {
-      const uint32_t low = smem_addr(smem.q) + 2 * t * tile::kTileBytes;
-      uint4 v[4];  // dims 8 c to 8 c + 7 of each 32
+  for (int t = 0; t < 4; t++) {
+    const uint32_t tiles = 2 * t * tile::kTileBytes;  // of the low codes; those of the high ones are the next
+    uint4 v[2][4];                                    // row, 32 dims: dims 8 c to 8 c + 7 of them
+#pragma unroll
+    for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        v[i] = ptx::ld_shared_v4(low + i / 2 * tile::kTileBytes + tile::swizzle_128b(row, i % 2 * 4 + c));
-      __syncwarp();
+        v[r][i] = ptx::ld_shared_v4((copied ^ i % 2 * 64) + tiles + i / 2 * tile::kTileBytes + r * kRow);
+    __syncwarp();
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const CodePair a = split_codes(v[i].x, v[i].y, factor), b = split_codes(v[i].z, v[i].w, factor);
-        const uint32_t at = tile::swizzle_128b(row, 2 * i + c / 2) + c % 2 * 8;
-        ptx::st_shared_v2(low + at, make_uint2(a.low, b.low));
-        ptx::st_shared_v2(low + tile::kTileBytes + at, make_uint2(a.high, b.high));
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const CodePair a = split_codes(v[r][i].x, v[r][i].y, factor[r]), b = split_codes(v[r][i].z, v[r][i].w, factor[r]);
+        const uint32_t low = (coded ^ 32 * i) + tiles + r * kRow;
+        ptx::st_shared_v2(low, make_uint2(a.low, b.low));
+        ptx::st_shared_v2(low + tile::kTileBytes, make_uint2(a.high, b.high));
       }
-    }
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
@@ -325,6 +335,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> ring;
   uint32_t count = 0;  // of the blocks before: its lowest bit is the index of p, the next the parity of p's barriers
+  uint32_t flags = 3;  // bit i: this warp's flag in factors[i] is not 0
   int next = next_request<Config>(params, plan, plan.begin_req);  // whose Q is loaded next
   if (next <= plan.end_req) request_query<Config>(params, next, smem);
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
@@ -366,7 +377,6 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
           s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i % 2], j);
         columns[i % 2] = i < 2 ? load_columns(scales.exponent, i + 2) : load_columns(scales.inverse, i - 2);
       }
-      attention::mask_invalid(s, smem.valid[ring.stage]);
       if constexpr (Config::kPaged)
         if (params.causal) mask_unseen<Config>(params, req, block, s);
       float max0, max1, rescale0, rescale1;
@@ -403,7 +413,9 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
           factors.inv_sum[row + 8] = output_factor(params, state1, query_row<Config>(params, row + 8), slot);
         }
       }
-      if (tile::lane_id() == 0) factors.rescales[tile::warp_in_group()] = rescales;
+      const uint32_t flag = 1u << (count & 1);
+      if ((rescales || (flags & flag) != 0) && tile::lane_id() == 0) factors.rescales[tile::warp_in_group()] = rescales;
+      flags = rescales ? flags | flag : flags & ~flag;
       count++;
       pending = !last;
       if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
