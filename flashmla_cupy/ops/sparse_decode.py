@@ -18,7 +18,6 @@ import numpy as np
 from flashmla_cupy import backends
 from flashmla_cupy.errors import UnsupportedError
 from flashmla_cupy.runtime import params as kernel_params
-from flashmla_cupy.runtime import tensor_map
 
 from . import _checks, _device, _overlap, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem, SparseDecodeProblem
@@ -32,7 +31,7 @@ _OUTPUTS = ("out", "lse", "workspace")
 _SCALARS = ("head_dim_v", "causal", "is_fp8_kvcache", "softmax_scale")
 _SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
 _DENSE = ("block_table", "cache_seqlens")
-_BOX_TOKENS, _MAX_MAPS_PER_PLAN = 16, 512  # tokens that are copied together; caches (layers) that share a plan
+_BOX_TOKENS = 16  # that the copy engine brings together
 _LISTS = ("indices", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")  # after the cache in params
 
 
@@ -306,7 +305,7 @@ class _Plan:
         self.total_bytes = _workspace_bytes(p, arrays, self.parts)
         self.fixed_seqlen = planned_tokens(p) if self.sparse else -1 if self.splits else p.max_seqlen
 
-        rows, keys, self._map_arguments = p.h_q if self.sparse else p.rows, _variant_of(p, self.parts), None
+        rows, keys, self.maps = p.h_q if self.sparse else p.rows, _variant_of(p, self.parts), None
         few = keys.startswith("few")
         head_blocks = 1 if few else -(-rows // sched_meta.QUERY_ROWS_PER_BLOCK)
         self.kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
@@ -328,26 +327,15 @@ class _Plan:
             fields |= dict(_cache("main", arrays["k_cache"]), causal=p.causal, max_seqlen=p.max_seqlen,
                            block_table_stride=0 if table is None else table.strides[0] // 4)
             if keys == "paged_codes" and (table is None or p.page_size % _BOX_TOKENS == 0):
-                self._map_arguments = _map_arguments(arrays["k_cache"])
+                self.maps = _device.TensorMaps(_map_arguments(arrays["k_cache"]))
                 fields["whole_boxes"] = 1
         self.params = _device.ParamTemplate("SparseDecodeParams", **fields)
-        self._maps: dict[int, bytes] = {}
         if self.splits:
             warps, merge = combine.warps_per_row(self.parts / p.batch), "combine" if few else "combine.half"
             self.combine = _device.get_kernel(Problem(merge, p.dtype, d_v=HEAD_DIM_V), device_id)
             self.combine_grid = combine.grid(p.s_q * p.h_q, min(self.parts - 1, p.batch), 1, warps)
             self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, heads_per_kv=p.h_q, h_kv=1,
                                                         d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
-
-    def _map(self, cache_ptr: int) -> bytes | None:
-        """The tensor map of the cache, where the kernel loads by one."""
-        if self._map_arguments is None:
-            return None
-        if cache_ptr not in self._maps:
-            if len(self._maps) >= _MAX_MAPS_PER_PLAN:
-                self._maps.clear()
-            self._maps[cache_ptr] = tensor_map.encode(cache_ptr, **self._map_arguments).tobytes()
-        return self._maps[cache_ptr]
 
     def run(self, arrays: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
         """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for.
@@ -389,7 +377,8 @@ class _Plan:
 
         out_ptr, lse_ptr = out.data.ptr, lse.data.ptr
         params = self.params.fill(cache_ptr, *lists, q_ptr, out_ptr, lse_ptr, o_partial, lse_partial, metadata_ptr,
-                                  sink_ptr, table_ptr, lengths_ptr, head=self._map(cache_ptr))
+                                  sink_ptr, table_ptr, lengths_ptr,
+                                  head=None if self.maps is None else self.maps[cache_ptr])
         self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
         if self.splits:
             params = self.combine_params.fill(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, splits_ptr,
