@@ -86,9 +86,9 @@ __device__ __forceinline__ float of_column(const float4& columns, int j) {
 }
 
 // ---- copies -----------------------------------------------------------------------------------------------------
-// A token's scales as scores and output need them. One that does not exist gets a score of -inf (NaN where its row of Q is not
-// finite). Units stay within 2^-40 and 2^60, so that the sum of a row holds for tokens of
-// any unit: then values below 2^-64 are lost, and those beyond 2^76 become infinite.
+// A token's scales as scores and output need them. One that does not exist gets a score of -inf. Units stay within 2^-40 and
+// 2^60, so that the sum of a row holds for tokens of any unit: then values below 2^-64 are lost, and those beyond 2^76 become
+// infinite.
 __device__ __forceinline__ void store_scales(TokenScales& to, int token, bool exists, uint4 scales) {
   const uint32_t of_tile[4] = {scales.x, scales.y, scales.z, scales.w};
   uint32_t largest = 0;
@@ -198,7 +198,7 @@ __device__ __forceinline__ uint32_t largest_of(const uint4& v) {
 }
 
 // Then they become codes, multiples of a power of two for each row, its unit, of which the largest value is 128 to 256. RoPE is
-// divided by it too.
+// divided by it too. A row that is not finite becomes zeros, and its unit 0: its sum will be NaN if it sees any token.
 template <class Config>
 __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
   ptx::cp_async_wait_all();
@@ -217,14 +217,18 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
         largest = ptx::max_u16x2(
             largest, largest_of(ptx::ld_shared_v4((copied ^ i % 2 * 64) + (t + i / 2) * tile::kTileBytes + r * kRow)));
     const uint32_t rope = copied + 8 * tile::kTileBytes + r * kRow;
-    const uint4 rope0 = ptx::ld_shared_v4(rope), rope1 = ptx::ld_shared_v4(rope ^ 64);
+    uint4 rope0 = ptx::ld_shared_v4(rope), rope1 = ptx::ld_shared_v4(rope ^ 64);
     const uint32_t largest_rope = ptx::max_u16x2(largest_of(rope0), largest_of(rope1));
     largest = ptx::max_u16x2(ptx::prmt(largest, largest_rope, 0x5410), ptx::prmt(largest, largest_rope, 0x7632));
     largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 1));
     largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 2));
     const int biased = max((int)(largest >> 7 & 0xff), max((int)(largest >> 23) - 40, 16));  // so that RoPE stays finite
-    if (c == 0)
-      smem.q_unit[tile::fragment_row_again() + 8 * r] = __int_as_float(biased == 255 ? 0x7fffffff : (biased - 7) << 23);
+    if (biased == 255) {
+      rope0 = rope1 = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+      for (int i = 0; i < 16; i++) ptx::st_shared_v4((copied ^ i % 2 * 64) + i / 2 * tile::kTileBytes + r * kRow, rope0);
+    }
+    if (c == 0) smem.q_unit[tile::fragment_row_again() + 8 * r] = __int_as_float(biased == 255 ? 0 : (biased - 7) << 23);
     factor[r] = (261 - biased) << 7 | (261 - biased) << 23;
     const auto scaled = [&](const uint4& v) {
       return make_uint4(ptx::mul_rn_bf16x2(v.x, factor[r]), ptx::mul_rn_bf16x2(v.y, factor[r]),
@@ -305,18 +309,48 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
   }
 }
 
-// The maxima that probabilities are relative to, where they must move: in fp16 a probability is as precise wherever it lies
-// between 2^-14 and the largest finite one, so it may outgrow its row's maximum by far. max0, max1: of this thread. Returns whether
-// any row of the warp has moved.
-__device__ __forceinline__ bool raise_maxima(attention::RowState& row0, attention::RowState& row1, float max0, float max1,
-                                             float& rescale0, float& rescale1) {
-  constexpr float kSlack = 8.0f;  // log2
+// P = 2^(s - maximum) in fp16, and the row sums. A probability is as precise in fp16 wherever it lies between 2^-14 and the largest
+// finite one, so it may outgrow its row's maximum by far: P is made relative to the maxima so far, and again only where one of the
+// warp's rows has outgrown its own by 2^8. Returns whether any has; rescale0, rescale1: factors for what was accumulated before.
+__device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&s)[32], const float (&inverse)[64],
+                                                   attention::RowState& row0, attention::RowState& row1, float& rescale0,
+                                                   float& rescale1) {
+  constexpr uint32_t kBeyondLargest = 0x23ff23ff;  // added to a probability above 2^8, sets its sign
   rescale0 = rescale1 = 1.0f;
-  if (!__any_sync(kFullWarp, max0 > row0.max_log2 + kSlack || max1 > row1.max_log2 + kSlack)) return false;
-  tile::quad_max(max0, max1);
-  rescale0 = row0.raise(max0);
-  rescale1 = row1.raise(max1);
-  return true;
+  for (bool raised = false;; raised = true) {
+    float sum0 = row0.sum, sum1 = row1.sum;
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float4 column = load_columns(inverse, i);
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        const bool first = j % 4 < 2;
+        const float max_log2 = first ? row0.max_log2 : row1.max_log2;
+        const float x = ptx::ex2_approx_ftz(s[8 * i + j] - max_log2), y = ptx::ex2_approx_ftz(s[8 * i + j + 1] - max_log2);
+        float& sum = first ? sum0 : sum1;
+        sum += x * of_column(column, j);
+        sum += y * of_column(column, j + 1);
+        p[i][j / 2] = tile::pack<fp16_t>(x, y);
+        largest = ptx::max_u16x2(largest, p[i][j / 2]);
+      }
+    }
+    if (raised || !__any_sync(kFullWarp, (largest + kBeyondLargest & 0x80008000) != 0)) {
+      row0.sum = sum0;
+      row1.sum = sum1;
+      return raised;
+    }
+    float max0, max1;
+    attention::row_max(s, max0, max1);
+    rescale0 = row0.raise(max0);
+    rescale1 = row1.raise(max1);
+  }
+}
+
+// The sum of a whole row, from those of its four threads.
+__device__ __forceinline__ void finish_sum(attention::RowState& row, float q_unit) {
+  row.sum = tile::quad_sum(row.sum);
+  if (q_unit == 0.0f && row.max_log2 > attention::kNothing) row.sum = __int_as_float(0x7fffffff);
 }
 
 // The first request from `req` on of which this CTA has blocks.
@@ -375,32 +409,21 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
 #pragma unroll
         for (int j = 0; j < 8; j++)
           s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i % 2], j);
-        columns[i % 2] = i < 2 ? load_columns(scales.exponent, i + 2) : load_columns(scales.inverse, i - 2);
+        if (i < 2) columns[i] = load_columns(scales.exponent, i + 2);
       }
       if constexpr (Config::kPaged)
         if (params.causal) mask_unseen<Config>(params, req, block, s);
-      float max0, max1, rescale0, rescale1;
-      attention::thread_max(s, max0, max1);
-      const bool rescales = raise_maxima(state0, state1, max0, max1, rescale0, rescale1);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-          attention::RowState& state = j % 4 < 2 ? state0 : state1;
-          s[8 * i + j] = ptx::ex2_approx_ftz(s[8 * i + j] - state.max_log2);
-          state.sum += s[8 * i + j] * of_column(columns[i % 2], j);
-        }
-        if (i < 2) columns[i] = load_columns(scales.inverse, i + 2);
-      }
+      float rescale0, rescale1;
+      uint32_t p[4][4];
+      const bool rescales = make_probabilities(p, s, scales.inverse, state0, state1, rescale0, rescale1);
       ring.advance();
 
       tile::wait(smem_addr(&smem.p_empty[count & 1]), ~count >> 1 & 1);
-      uint32_t p[4][4];
-      attention::pack_probabilities<fp16_t>(s, p);
       attention::store_probabilities(p, smem_addr(smem.p[count & 1]), ptx::tid_x() % 128);
       if (last) {
-        state0.sum = tile::quad_sum(state0.sum);
-        state1.sum = tile::quad_sum(state1.sum);
+        const int row = tile::fragment_row_again();
+        finish_sum(state0, smem.q_unit[row]);
+        finish_sum(state1, smem.q_unit[row + 8]);
       }
       Factors& factors = smem.factors[count & 1];
       if ((threadIdx.x & 3) == 0 && (rescales || last)) {
