@@ -311,13 +311,20 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
 
 // P = 2^(s - maximum) in fp16, and the row sums. A probability is as precise in fp16 wherever it lies between 2^-14 and the largest
 // finite one, so it may outgrow its row's maximum by far: P is made relative to the maxima so far, and again only where one of the
-// warp's rows has outgrown its own by 2^8. Returns whether any has; rescale0, rescale1: factors for what was accumulated before.
+// warp's rows has outgrown its own by 2^8. raise: the maxima are raised first. Returns whether they were; rescale0, rescale1:
+// factors for what was accumulated before.
 __device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&s)[32], const float (&inverse)[64],
-                                                   attention::RowState& row0, attention::RowState& row1, float& rescale0,
-                                                   float& rescale1) {
+                                                   attention::RowState& row0, attention::RowState& row1, bool raise,
+                                                   float& rescale0, float& rescale1) {
   constexpr uint32_t kBeyondLargest = 0x23ff23ff;  // added to a probability above 2^8, sets its sign
   rescale0 = rescale1 = 1.0f;
-  for (bool raised = false;; raised = true) {
+  for (;; raise = true) {
+    if (raise) {
+      float max0, max1;
+      attention::row_max(s, max0, max1);
+      rescale0 = row0.raise(max0);
+      rescale1 = row1.raise(max1);
+    }
     float sum0 = row0.sum, sum1 = row1.sum;
     uint32_t largest = 0;
 #pragma unroll
@@ -335,15 +342,11 @@ __device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&
         largest = ptx::max_u16x2(largest, p[i][j / 2]);
       }
     }
-    if (raised || !__any_sync(kFullWarp, (largest + kBeyondLargest & 0x80008000) != 0)) {
+    if (raise || !__any_sync(kFullWarp, (largest + kBeyondLargest & 0x80008000) != 0)) {
       row0.sum = sum0;
       row1.sum = sum1;
-      return raised;
+      return raise;
     }
-    float max0, max1;
-    attention::row_max(s, max0, max1);
-    rescale0 = row0.raise(max0);
-    rescale1 = row1.raise(max1);
   }
 }
 
@@ -415,7 +418,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
         if (params.causal) mask_unseen<Config>(params, req, block, s);
       float rescale0, rescale1;
       uint32_t p[4][4];
-      const bool rescales = make_probabilities(p, s, scales.inverse, state0, state1, rescale0, rescale1);
+      const bool rescales = make_probabilities(p, s, scales.inverse, state0, state1, !pending, rescale0, rescale1);
       ring.advance();
 
       tile::wait(smem_addr(&smem.p_empty[count & 1]), ~count >> 1 & 1);
