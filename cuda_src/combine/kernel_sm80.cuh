@@ -57,8 +57,8 @@ __device__ __forceinline__ float total_lse_log2(const float* lse, const Partials
     const float other_top = __shfl_xor_sync(0xffffffffu, top, offset);
     const float other_sum = __shfl_xor_sync(0xffffffffu, sum, offset);
     const float new_top = fmaxf(top, other_top);
-    if (new_top != -infinity())
-      sum = sum * ptx::ex2_approx_ftz(top - new_top) + other_sum * ptx::ex2_approx_ftz(other_top - new_top);
+    sum = new_top == -infinity() ? sum + other_sum  // 0, or NaN
+                                 : sum * ptx::ex2_approx_ftz(top - new_top) + other_sum * ptx::ex2_approx_ftz(other_top - new_top);
     top = new_top;
   }
   return top + ptx::lg2_approx_ftz(sum);

@@ -222,13 +222,15 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
     largest = ptx::max_u16x2(ptx::prmt(largest, largest_rope, 0x5410), ptx::prmt(largest, largest_rope, 0x7632));
     largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 1));
     largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-    const int biased = max((int)(largest >> 7 & 0xff), max((int)(largest >> 23) - 40, 16));  // so that RoPE stays finite
-    if (biased == 255) {
+    const int biased_nope = largest >> 7 & 0xff, biased_rope = largest >> 23;
+    const int biased = max(biased_nope, max(biased_rope - 40, 16));  // so that RoPE stays finite
+    const bool finite = biased_nope < 255 && biased_rope < 255;
+    if (!finite) {
       rope0 = rope1 = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
       for (int i = 0; i < 16; i++) ptx::st_shared_v4((copied ^ i % 2 * 64) + i / 2 * tile::kTileBytes + r * kRow, rope0);
     }
-    if (c == 0) smem.q_unit[tile::fragment_row_again() + 8 * r] = __int_as_float(biased == 255 ? 0 : (biased - 7) << 23);
+    if (c == 0) smem.q_unit[tile::fragment_row_again() + 8 * r] = __int_as_float(finite ? (biased - 7) << 23 : 0);
     factor[r] = (261 - biased) << 7 | (261 - biased) << 23;
     const auto scaled = [&](const uint4& v) {
       return make_uint4(ptx::mul_rn_bf16x2(v.x, factor[r]), ptx::mul_rn_bf16x2(v.y, factor[r]),
