@@ -25,21 +25,13 @@ __device__ __forceinline__ void store_row_16bit(const float (&o)[128], float inv
   }
 }
 
+// Sectors are written whole, without a shuffle: what runs once a launch takes the longer the more instructions it has to fetch.
 template <int kOffset>
 __device__ __forceinline__ void store_row_f32(const float (&o)[128], float inv_sum, float* row) {
-  const bool odd = tile::lane_id() & 1;
-  const int col = (tile::lane_id() & 2) * 2 + (odd ? 8 : 0);
+  if (row == nullptr) return;
+  float2* dst = reinterpret_cast<float2*>(row) + (tile::lane_id() & 3);
 #pragma unroll
-  for (int i = 0; i < 16; i++) {  // two groups of 8 columns: even lanes collect the first, odd lanes the second
-    const int k = 8 * i + kOffset;
-    const float2 a = make_float2(normalised(o[k], inv_sum), normalised(o[k + 1], inv_sum));
-    const float2 b = make_float2(normalised(o[k + 4], inv_sum), normalised(o[k + 5], inv_sum));
-    const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, odd ? a.x : b.x, 1),
-                                     __shfl_xor_sync(0xffffffffu, odd ? a.y : b.y, 1));
-    if (row != nullptr)
-      *reinterpret_cast<float4*>(row + 16 * i + col) =
-          odd ? make_float4(other.x, other.y, b.x, b.y) : make_float4(a.x, a.y, other.x, other.y);
-  }
+  for (int i = 0; i < 32; i++) dst[4 * i] = make_float2(o[4 * i + kOffset] * inv_sum, o[4 * i + kOffset + 1] * inv_sum);
 }
 
 }  // namespace flashmla::attention

@@ -14,7 +14,7 @@ struct alignas(1024) SharedStorage {
   static constexpr int kTileElements = tile::kTileBytes / (int)sizeof(Element);
   Element k_half[2][kStages][4][kTileElements];  // dims 0-255 | 256-511 of a KV block, 64 tokens x 64 dims a tile
   Element rope_or_p[kStages][kTileElements];     // dims 512-575, 64 tokens x 64 dims; then P, 64 rows x 64 tokens
-  Element q_rope[kRope ? kTileElements : 512];   // dims 512-575 of Q; absent (but for alignment) for d_qk 512
+  Element q_rope[kTileElements];                 // dims 512-575 of Q, after what goes to registers has passed through
   Element q_piece[64 * 16];                      // dims 496-511 of Q, 32-byte swizzle
   float rescale[64];         // per row: factor for the accumulated output before this block is added
   float inv_sum[64];         // per row: 1 / row sum, valid with the last block of a fragment

@@ -30,12 +30,12 @@
 #include "common/params.cuh"
 #include "dense_decode/config.cuh"
 #include "ptx/bar.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/cp_async_bulk.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_st.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
@@ -138,56 +138,48 @@ __device__ __forceinline__ const Element* query_row(const DenseDecodeParams& par
          head * params.q_stride_head;
 }
 
-// Q of one request: the first kQRegSteps x 16 dims as wgmma A fragments, straight from global memory; the rest,
-// swizzled, to shared memory. All loads are in flight at once. Rows past the last are zero: multiplying zeros takes the
-// least power, and the clock of a loaded chip follows its power.
+// Q of one request: the first kQRegSteps x 16 dims as wgmma A fragments, the rest in shared memory. A warp loads its 16 rows as
+// they lie in memory, all at once, and takes them apart by way of its part of the RoPE tile, 64 dims at a time. It is little
+// code: a CTA that has one request runs it once, and then fetching instructions is most of its time. Rows past the last are
+// zero: multiplying zeros takes the least power, and the clock of a loaded chip follows its power.
 template <class Config>
 __device__ __forceinline__ void load_query(const DenseDecodeParams& params, int req, typename Config::Storage& smem,
                                            uint32_t (&q)[Config::kQRegSteps][4]) {
   using Element = typename Config::Element;
   const int first_row = blockIdx.x * Config::kRows, rows = params.s_q * params.heads_per_kv;
-  ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
-  // Tile 8 and the piece of tile 7: a thread copies one 16-byte column chunk of four rows.
-  const int column = ptx::tid_x() % 8;
+  const int lane = ptx::tid_x() % 32, warp_row = ptx::tid_x() / 32 * 16, column = lane % 8;
+  uint4 chunk[4][Config::kTiles];  // of row lane / 8 + 4 i, the 16 bytes of a column of each tile
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const int row = ptx::tid_x() % 128 / 8 + 16 * i;
-    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, first_row + row)) + column;
-    const uint32_t bytes = first_row + row < rows ? 16 : 0;
-    if (Config::kRope) ptx::cp_async_16(smem_addr(smem.q_rope) + tile::swizzle_128b(row, column), src + 8 * 8, bytes);
-    if (column >= 6) ptx::cp_async_16(smem_addr(smem.q_piece) + tile::swizzle_32b(row, column - 6), src + 8 * 7, bytes);
+    const int row = first_row + warp_row + lane / 8 + 4 * i;
+    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, row)) + column;
+#pragma unroll
+    for (int t = 0; t < Config::kTiles; t++) chunk[i][t] = ptx::ld_global_nc_v4(src + 8 * t);
   }
-  // A lane loads 16 bytes of its row for two steps; four lanes then trade, so that each holds its columns. The odd step
-  // left over is loaded as it is held.
-  constexpr int kPairs = Config::kQRegSteps / 2, kOddStep = Config::kQRegSteps - 1;
-  static_assert(Config::kQRegSteps % 2 == 1, "an odd step is left over");
-  uint4 chunk[2][kPairs];
+  ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
+  const uint32_t staged = smem_addr(smem.q_rope) + tile::swizzle_128b(warp_row + lane / 8, column);  // and, of i odd, ^ 64
+  const uint32_t fragments = smem_addr(smem.q_rope) + tile::swizzle_128b(warp_row + lane % 16, lane / 16);
+  const auto store = [&](int i, uint4 v, bool piece) {
+    ptx::st_shared_v4((staged ^ i % 2 * 64) + 4 * i * tile::kTileRowBytes, v);
+    if (piece && column >= 6)
+      ptx::st_shared_v4(smem_addr(smem.q_piece) + tile::swizzle_32b(warp_row + lane / 8 + 4 * i, column - 6), v);
+  };
+  const int rows_left = rows - first_row - warp_row - lane / 8;
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = first_row + tile::fragment_row_again() + 8 * r;
-    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, row)) + (tile::lane_id() & 3);
+  for (int i = 0; i < 4; i++)
+    if (rows_left <= 4 * i) store(i, make_uint4(0, 0, 0, 0), true);
 #pragma unroll
-    for (int i = 0; i < kPairs; i++) chunk[r][i] = ptx::ld_global_nc_v4(src + 4 * i);
-    const int32_t* odd = reinterpret_cast<const int32_t*>(query_row<Element>(params, req, row)) + (tile::lane_id() & 3);
-    q[kOddStep][r] = ptx::ld_global_nc(odd + 8 * kOddStep);
-    q[kOddStep][2 + r] = ptx::ld_global_nc(odd + 8 * kOddStep + 4);
+  for (int t = 0; t < Config::kTiles; t++) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (rows_left > 4 * i) store(i, chunk[i][t], t == 7);
+    if (t == 8) break;
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      if (4 * t + k < Config::kQRegSteps) ptx::ldmatrix_x4(fragments ^ 32 * k, q[4 * t + k]);
   }
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const uint32_t keep = first_row + tile::fragment_row_again() + 8 * r < rows ? ~0u : 0u;
-#pragma unroll
-    for (int i = 0; i < kPairs; i++) {
-      uint32_t v[4] = {chunk[r][i].x, chunk[r][i].y, chunk[r][i].z, chunk[r][i].w};
-      tile::quad_transpose(v);
-      q[2 * i][r] = v[0] & keep;
-      q[2 * i][2 + r] = v[1] & keep;
-      q[2 * i + 1][r] = v[2] & keep;
-      q[2 * i + 1][2 + r] = v[3] & keep;
-    }
-    q[kOddStep][r] &= keep;
-    q[kOddStep][2 + r] &= keep;
-  }
-  ptx::cp_async_wait_all();
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
 }
@@ -256,10 +248,6 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
   uint32_t q[Config::kQRegSteps][4];
   float s[32];
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
-    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
-    const int rows = params.s_q * params.heads_per_kv, row = first_row + tile::fragment_row_again();
-    attention::RowState state0{row < rows ? attention::kNothing : infinity(), 0.0f};
-    attention::RowState state1{row + 8 < rows ? attention::kNothing : infinity(), 0.0f};
     int block, end_block, unmasked_blocks;
     {
       const Fragment fragment = load_fragment(params, plan, req);
@@ -268,6 +256,10 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       unmasked_blocks = visible_tokens(params, fragment.seqlen, first_row) / Config::kBlock;
     }
     if (block < end_block) load_query<Config>(params, req, smem, q);
+    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
+    const int rows = params.s_q * params.heads_per_kv, row = first_row + tile::fragment_row_again();
+    attention::RowState state0{row < rows ? attention::kNothing : infinity(), 0.0f};
+    attention::RowState state1{row + 8 < rows ? attention::kNothing : infinity(), 0.0f};
     bool pending = false;  // P of the block before is not announced yet
     for (; block < end_block; block++) {
       issue_scores<Config>(s, q, smem, k_ring);
@@ -314,16 +306,19 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
 }
 
 // ---- output -----------------------------------------------------------------------------------------------------
+// Which half of the output a warp works on; derived again at each use, for the accumulators leave few registers.
+__device__ __forceinline__ int output_half() { return ptx::tid_x() / 128 - 1; }
+
 // What a warp of an output warpgroup loads, kStages blocks ahead: tile `warp` of its half of K, and warp 2 of half 1 the
 // RoPE tile. The position lives in shared memory because the accumulators leave no registers for it. One elected lane calls
 // the loads.
-template <class Config, int half>
+template <class Config>
 struct Loader {
   const DenseDecodeParams& params;
   const PartPlan& plan;
   typename Config::Storage& smem;
 
-  __device__ __forceinline__ BlockPosition& next() const { return smem.next[half][tile::warp_in_group()]; }
+  __device__ __forceinline__ BlockPosition& next() const { return smem.next[output_half()][tile::warp_in_group()]; }
 
   __device__ __forceinline__ void begin() const {
     if (ptx::elect_sync()) {
@@ -341,10 +336,10 @@ struct Loader {
   __device__ __forceinline__ void load(int stage, uint32_t empty_parity, PageToken at) const {
     if (at.token < 0) return;
     const int warp = tile::warp_in_group();
-    tile::wait(smem_addr(&smem.half_empty[half][stage]), empty_parity);
-    load_tile(params, next(), at, smem_addr(smem.k_half[half][stage][warp]),
-              smem_addr(&smem.half_full[half][stage][warp]), 4 * half + warp);
-    if (Config::kRope && half == 1 && warp == 2) {
+    tile::wait(smem_addr(&smem.half_empty[output_half()][stage]), empty_parity);
+    load_tile(params, next(), at, smem_addr(smem.k_half[output_half()][stage][warp]),
+              smem_addr(&smem.half_full[output_half()][stage][warp]), 4 * output_half() + warp);
+    if (Config::kRope && output_half() == 1 && warp == 2) {
       tile::wait(smem_addr(&smem.half_empty[0][stage]), empty_parity);
       load_tile(params, next(), at, smem_addr(smem.rope_or_p[stage]), smem_addr(&smem.rope_full[stage]), 8);
     }
@@ -354,7 +349,7 @@ struct Loader {
 
 // In the last block of a request, tokens past its end may hold anything, and 0 x NaN is NaN: their rows of V become 0.
 __device__ __forceinline__ void zero_tail(const DenseDecodeParams& params, const PartPlan& plan, int req, int block,
-                                          uint32_t tiles, int half) {
+                                          uint32_t tiles) {
   const int tokens = load_fragment(params, plan, req).seqlen - block * attention::kKvBlock;
   if (tokens >= attention::kKvBlock) return;
   const int chunks = (attention::kKvBlock - tokens) * 8;  // of 16 bytes, per tile
@@ -364,33 +359,42 @@ __device__ __forceinline__ void zero_tail(const DenseDecodeParams& params, const
     for (int t = 0; t < 4; t++)
       ptx::st_shared_v4(tiles + tile::kTileBytes * t + tokens * tile::kTileRowBytes + 16 * i, make_uint4(0, 0, 0, 0));
   ptx::fence_proxy_async();
-  ptx::bar_sync(kOutputBarrier + half, 128);
+  ptx::bar_sync(kOutputBarrier + output_half(), 128);
 }
 
-template <class Config, int kOffset>
-__device__ __forceinline__ void store_output_row(const DenseDecodeParams& params, const Fragment& fragment, int req,
-                                                 int half, int row, const float (&o)[128], float inv_sum) {
+// The rows of a warp, divided by their sums. A row that attended to nothing becomes 0, or a partial result that does not count.
+template <class Config>
+__device__ __forceinline__ void store_output(const DenseDecodeParams& params, const Fragment& fragment, int req,
+                                             const float (&o)[128], float inv_sum0, float inv_sum1) {
   using Element = typename Config::Element;
   const int rows = params.s_q * params.heads_per_kv;
+  const int row0 = blockIdx.x * Config::kRows + tile::fragment_row_again(), row1 = row0 + 8;
+  if (row0 - ptx::tid_x() % 32 / 4 >= rows) return;
   if (fragment.slot >= 0) {
-    float* dst = params.o_partial +
-                 (((int64_t)fragment.slot * params.h_kv + blockIdx.y) * rows + row) * Config::kHeadDimV + 256 * half;
-    attention::store_row_f32<kOffset>(o, inv_sum, row < rows ? dst : nullptr);
+    const int64_t first_row = ((int64_t)fragment.slot * params.h_kv + blockIdx.y) * rows;
+    const auto pointer = [&](int row) -> float* {
+      return row < rows ? params.o_partial + (first_row + row) * Config::kHeadDimV + 256 * output_half() : nullptr;
+    };
+    attention::store_row_f32<0>(o, inv_sum0, pointer(row0));
+    attention::store_row_f32<2>(o, inv_sum1, pointer(row1));
   } else {
-    const int token = row_token(params, row), head = row_head(params, row, token);
-    Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch +
-                   token * params.out_stride_token + head * params.out_stride_head + 256 * half;
-    attention::store_row_16bit<Element, kOffset>(o, inv_sum, row < rows ? dst : nullptr);
+    const auto pointer = [&](int row) -> Element* {
+      const int token = row_token(params, row), head = row_head(params, row, token);
+      Element* out = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch + token * params.out_stride_token;
+      return row < rows ? out + head * params.out_stride_head + 256 * output_half() : nullptr;
+    };
+    attention::store_row_16bit<Element, 0>(o, inv_sum0, pointer(row0));
+    attention::store_row_16bit<Element, 2>(o, inv_sum1, pointer(row1));
   }
 }
 
-template <class Config, int half>
+template <class Config>
 __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> k_ring;
   uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
   float o[128];
-  const Loader<Config, half> loader{params, plan, smem};
+  const Loader<Config> loader{params, plan, smem};
   loader.begin();
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     int block, end_block;
@@ -401,12 +405,12 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
     }
     const bool empty = block == end_block;
     for (bool first = true; block < end_block; block++, first = false) {
-      const uint32_t v_tiles = smem_addr(smem.k_half[half][k_ring.stage]);
+      const uint32_t v_tiles = smem_addr(smem.k_half[output_half()][k_ring.stage]);
 #pragma unroll
-      for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[half][k_ring.stage][t]), k_ring.phase);
+      for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[output_half()][k_ring.stage][t]), k_ring.phase);
       tile::wait(smem_addr(&smem.p_full), parity);
       parity ^= 1;
-      if (block + 1 == end_block) zero_tail(params, plan, req, block, v_tiles, half);
+      if (block + 1 == end_block) zero_tail(params, plan, req, block, v_tiles);
       if (!first) {
         const int row = tile::fragment_row();
         attention::rescale_output(smem.rescale[row], smem.rescale[row + 8], o);
@@ -418,7 +422,7 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
       if (ptx::elect_sync()) ahead = loader.locate_next();
       __syncwarp();
       ptx::wgmma_wait_group<0>();
-      arrive_once_per_warp(smem_addr(&smem.half_empty[half][k_ring.stage]));
+      arrive_once_per_warp(smem_addr(&smem.half_empty[output_half()][k_ring.stage]));
       if (ptx::elect_sync()) loader.load(k_ring.stage, k_ring.phase, ahead);
       __syncwarp();
       k_ring.advance();
@@ -430,9 +434,7 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
       arrive_once_per_warp(smem_addr(&smem.p_empty));
     }
     const Fragment fragment = load_fragment(params, plan, req);
-    const int row = blockIdx.x * Config::kRows + tile::fragment_row_again();
-    store_output_row<Config, 0>(params, fragment, req, half, row, o, inv_sum0);
-    store_output_row<Config, 2>(params, fragment, req, half, row + 8, o, inv_sum1);
+    store_output<Config>(params, fragment, req, o, inv_sum0, inv_sum1);
   }
 }
 
@@ -478,10 +480,7 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
     compute_scores<Config>(params, plan, smem);
   } else {
     ptx::setmaxnreg_dec<Config::kOutputRegisters>();
-    if (group == 1)
-      compute_output<Config, 0>(params, plan, smem);
-    else
-      compute_output<Config, 1>(params, plan, smem);
+    compute_output<Config>(params, plan, smem);
   }
 }
 
