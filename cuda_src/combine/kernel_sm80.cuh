@@ -20,11 +20,11 @@
 
 namespace flashmla::combine {
 
-// Where the partial results of one request lie: partial 0, then those from the first continuation on.
+// Where the partial results of one row of a request lie: partial 0, then those from the first continuation on.
 struct Partials {
   int count;
-  int64_t first, rest, step;  // slots: partial 0 is `first`, partial i > 0 is `rest + i * step`
-  __device__ __forceinline__ int64_t slot(int i) const { return i == 0 ? first : rest + i * step; }
+  int64_t first, rest, step;  // partial 0 is `first`, partial i > 0 is `rest + i * step`; in slots, then in rows
+  __device__ __forceinline__ int64_t operator[](int i) const { return i == 0 ? first : rest + i * step; }
 };
 
 template <class Element>
@@ -41,11 +41,10 @@ __device__ __forceinline__ void store4<fp16_t>(fp16_t* dst, float4 v) {
 }
 
 // log2 of the summed exponentials over all partials; -inf if none attended to anything. Every lane gets it.
-__device__ __forceinline__ float total_lse_log2(const float* lse, const Partials& partials, int64_t slot_stride,
-                                                float scale) {
+__device__ __forceinline__ float total_lse_log2(const float* lse, const Partials& partials, float scale) {
   float top = -infinity(), sum = 0.0f;
   for (int i = threadIdx.x % 32; i < partials.count; i += 32) {
-    const float x = lse[partials.slot(i) * slot_stride] * scale;
+    const float x = lse[partials[i]] * scale;
     if (x > top) {
       sum *= ptx::ex2_approx_ftz(top - x);
       top = x;
@@ -143,9 +142,6 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
       partials = {min(max(splits, 1), params.num_sm_parts - part + 1), 2 * part - 1, 2 * part - 2, 2};
     }
   }
-  ptx::griddepcontrol_wait();
-  if (!active) return;
-
   const int rows = params.s_q * params.heads_per_kv;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int share = warp % params.warps_per_row;
@@ -153,22 +149,32 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
   const bool valid = row < rows;
   const int64_t row_index = (int64_t)blockIdx.z * rows + min(row, rows - 1);
   const int64_t slot_stride = (int64_t)params.h_kv * rows;
+  partials = {partials.count, row_index + partials.first * slot_stride, row_index + partials.rest * slot_stride,
+              partials.step * slot_stride};
   const int token = row / params.heads_per_kv, head = blockIdx.z * params.heads_per_kv + row % params.heads_per_kv;
 
-  // This warp's next partial results; the first are on their way while the weights are found.
+  // This warp's next partial results; the first are on their way while the weights are found. Where they lie is worked out while
+  // the split kernel still runs.
   LanePart<Config> parts[Config::kAtOnce];
+  int64_t at[Config::kAtOnce];
+#pragma unroll
+  for (int j = 0; j < Config::kAtOnce; j++) at[j] = partials[share + j * params.warps_per_row];
   const auto load = [&](int first, int first_col) {
 #pragma unroll
-    for (int j = 0; j < Config::kAtOnce; j++) {
-      const int i = first + j * params.warps_per_row;
-      if (i < partials.count) load_part<Config>(params, row_index + partials.slot(i) * slot_stride, first_col, parts[j]);
-    }
+    for (int j = 0; j < Config::kAtOnce; j++)
+      if (first + j * params.warps_per_row < partials.count) load_part<Config>(params, at[j], first_col, parts[j]);
   };
+  // A branch that is always taken: ptxas would move the wait in front of all this.
+  int64_t known = at[0];
+#pragma unroll
+  for (int j = 1; j < Config::kAtOnce; j++) known |= at[j];
+  if (known >= 0) ptx::griddepcontrol_wait();
+  if (!active) return;
+
   load(share, 0);
-  const float lse_log2 = total_lse_log2(params.lse_partial + row_index, partials, slot_stride, params.lse_in_scale);
-  if (valid && share == 0 && lane == 0)
-    params.lse[req * params.lse_stride_batch + head * params.lse_stride_head + token * params.lse_stride_token] =
-        lse_log2 * kLn2;
+  const float lse_log2 = total_lse_log2(params.lse_partial, partials, params.lse_in_scale);
+  if (valid && share == 0 && lane == 0) 
+    params.lse[req * params.lse_stride_batch + head * params.lse_stride_head + token * params.lse_stride_token] = lse_log2 * kLn2;
   float sink_factor = 1.0f;
   if (params.attn_sink != nullptr && valid && lse_log2 != -infinity())
     sink_factor = 1.0f / (1.0f + ptx::ex2_approx_ftz(params.attn_sink[head] * kLog2E - lse_log2));
@@ -179,7 +185,11 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
 #pragma unroll
     for (int k = 0; k < 16; k++) acc[k] = 0.0f;
     for (int first = share; first < partials.count; first += Config::kAtOnce * params.warps_per_row) {
-      if (first > share || first_col > 0) load(first, first_col);
+      if (first > share || first_col > 0) {
+#pragma unroll
+        for (int j = 0; j < Config::kAtOnce; j++) at[j] = partials[first + j * params.warps_per_row];
+        load(first, first_col);
+      }
 #pragma unroll
       for (int j = 0; j < Config::kAtOnce; j++) {
         if (first + j * params.warps_per_row >= partials.count) break;
@@ -202,8 +212,8 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
       __syncthreads();
     }
     if (valid && share == 0) {
-      Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch +
-                     token * params.out_stride_token + head * params.out_stride_head + first_col;
+      Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch + token * params.out_stride_token +
+                     head * params.out_stride_head + first_col;
 #pragma unroll
       for (int k = 0; k < 16; k += 4) {
         const int col = column_of<Config>(k / Config::kPerVector) + k % Config::kPerVector;

@@ -34,9 +34,12 @@
 #include "ptx/elect.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/ld_global.cuh"
 #include "ptx/ld_st.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/prefetch.cuh"
+#include "ptx/prefetch_bulk.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
@@ -102,11 +105,15 @@ __device__ __forceinline__ void next_block(const DenseDecodeParams& params, cons
 struct PageToken {
   int page, token;
 };
-__device__ __forceinline__ PageToken locate(const DenseDecodeParams& params, int req, int token) {
+template <class Load>
+__device__ __forceinline__ PageToken locate(const DenseDecodeParams& params, int req, int token, Load load) {
   if (params.block_table == nullptr) return {req, token};
   const int page_shift = 31 - __clz(params.page_size);  // page sizes are powers of two
-  return {__ldg(params.block_table + req * params.block_table_stride + (token >> page_shift)),
+  return {load(params.block_table + req * params.block_table_stride + (token >> page_shift)),
           token & (params.page_size - 1)};
+}
+__device__ __forceinline__ PageToken locate(const DenseDecodeParams& params, int req, int token) {
+  return locate(params, req, token, [](const int32_t* entry) { return __ldg(entry); });
 }
 
 // Starts the copy of tile `tile_index` (64 dims) of a KV block; `first` locates its first token. One thread.
@@ -439,6 +446,31 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
 }
 
 // ---- entry ------------------------------------------------------------------------------------------------------
+// Before the kernels before this one are done: brings to the L2 what the CTA will probably read first, Q and up to kStages blocks
+// of K. The plan, lengths and block table that say where may still be written, so that this is a guess: its addresses stay within
+// bounds, nothing depends on it, and no L1 keeps what it read.
+template <class Config>
+__device__ __forceinline__ void prefetch_first(const DenseDecodeParams& params) {
+  const int32_t* begin = params.metadata + 8 * blockIdx.z;
+  const int req = min(max(ptx::ld_relaxed(begin), 0), params.batch - 1), block = min(max(ptx::ld_relaxed(begin + 1), 0), 1 << 26);
+  const int end_req = ptx::ld_relaxed(begin + 2), end_block = ptx::ld_relaxed(begin + 3);
+  const int first_row = blockIdx.x * Config::kRows, rows = min(params.s_q * params.heads_per_kv - first_row, Config::kRows);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * Config::kTiles; i += Config::kThreads)
+    ptx::prefetch_l2(query_row<typename Config::Element>(params, req, first_row + i / Config::kTiles) + i % Config::kTiles * 64);
+  const int tokens = min(ptx::ld_relaxed(params.cache_seqlens + req), params.max_seqlen);
+  int blocks = min((tokens - 1) / Config::kBlock + (tokens > 0) - block, Config::kStages);
+  if (req == end_req) blocks = min(blocks, end_block - block);
+  if (blockIdx.x > 0) return;  // the neighbour reads the same K
+#pragma unroll 1
+  for (int i = threadIdx.x / 32; i < blocks * Config::kTiles; i += Config::kThreads / 32) {
+    const PageToken at = locate(params, req, (block + i / Config::kTiles) * Config::kBlock,
+                                [](const int32_t* entry) { return ptx::ld_relaxed(entry); });
+    if (ptx::elect_sync())
+      ptx::cp_async_bulk_prefetch_tensor_5d(&params.k_map, 0, at.token, i % Config::kTiles, blockIdx.y, at.page);
+  }
+}
+
 template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   for (int half = 0; half < 2; half++) {
@@ -463,6 +495,7 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
     ptx::prefetch_tensormap(&params.k_map);
     init_barriers<Config>(smem);
   }
+  prefetch_first<Config>(params);
   ptx::griddepcontrol_wait();
   // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
   ptx::griddepcontrol_launch_dependents();

@@ -19,4 +19,11 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* addr) {
   return v;
 }
 
+// From the L2, whatever the L1 holds, and into no L1: a value that another kernel may be writing.
+__device__ __forceinline__ int32_t ld_relaxed(const void* addr) {
+  int32_t v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(addr) : "memory");
+  return v;
+}
+
 }  // namespace flashmla::ptx

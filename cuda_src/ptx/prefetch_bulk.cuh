@@ -1,13 +1,8 @@
-// cp.async.bulk.prefetch: brings runs of bytes to the L2 by the copy engine; no result.
+// cp.async.bulk.prefetch.tensor: brings a box of a tensor to the L2 by the copy engine; no result, and nothing where it lies outside.
 #pragma once
 #include "common/types.cuh"
 
 namespace flashmla::ptx {
-
-// src and bytes are multiples of 16.
-__device__ __forceinline__ void cp_async_bulk_prefetch_l2(const void* src, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
-}
 
 __device__ __forceinline__ void cp_async_bulk_prefetch_tensor_5d(const TensorMap* map, int32_t c0, int32_t c1, int32_t c2,
                                                                  int32_t c3, int32_t c4) {
