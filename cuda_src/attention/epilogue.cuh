@@ -25,13 +25,4 @@ __device__ __forceinline__ void store_row_16bit(const float (&o)[128], float inv
   }
 }
 
-// Sectors are written whole, without a shuffle: what runs once a launch takes the longer the more instructions it has to fetch.
-template <int kOffset>
-__device__ __forceinline__ void store_row_f32(const float (&o)[128], float inv_sum, float* row) {
-  if (row == nullptr) return;
-  float2* dst = reinterpret_cast<float2*>(row) + (tile::lane_id() & 3);
-#pragma unroll
-  for (int i = 0; i < 32; i++) dst[4 * i] = make_float2(o[4 * i + kOffset] * inv_sum, o[4 * i + kOffset + 1] * inv_sum);
-}
-
 }  // namespace flashmla::attention

@@ -40,6 +40,19 @@ __device__ __forceinline__ void store4<fp16_t>(fp16_t* dst, float4 v) {
   *reinterpret_cast<uint2*>(dst) = make_uint2(ptx::cvt_rn_f16x2(v.x, v.y), ptx::cvt_rn_f16x2(v.z, v.w));
 }
 
+template <class Element>
+__device__ __forceinline__ void store2(Element* dst, float x, float y);
+template <>
+__device__ __forceinline__ void store2<float>(float* dst, float x, float y) { *reinterpret_cast<float2*>(dst) = make_float2(x, y); }
+template <>
+__device__ __forceinline__ void store2<bf16_t>(bf16_t* dst, float x, float y) {
+  *reinterpret_cast<uint32_t*>(dst) = ptx::cvt_rn_bf16x2(x, y);
+}
+template <>
+__device__ __forceinline__ void store2<fp16_t>(fp16_t* dst, float x, float y) {
+  *reinterpret_cast<uint32_t*>(dst) = ptx::cvt_rn_f16x2(x, y);
+}
+
 // log2 of the summed exponentials over all partials; -inf if none attended to anything. Every lane gets it.
 __device__ __forceinline__ float total_lse_log2(const float* lse, const Partials& partials, float scale) {
   float top = -infinity(), sum = 0.0f;
@@ -179,7 +192,7 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
   if (params.attn_sink != nullptr && valid && lse_log2 != -infinity())
     sink_factor = 1.0f / (1.0f + ptx::ex2_approx_ftz(params.attn_sink[head] * kLog2E - lse_log2));
 
-  extern __shared__ __align__(16) float partial_sums[];  // (kWarps, 16, 32)
+  extern __shared__ __align__(16) float partial_sums[];  // (kWarps, kColumns)
   for (int first_col = 0; first_col < params.d_v; first_col += Config::kColumns) {
     float acc[16];
 #pragma unroll
@@ -198,30 +211,36 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
         add_part<Config>(acc, parts[j], ptx::ex2_approx_ftz(x - lse_log2));
       }
     }
-    if (params.warps_per_row > 1) {
-      float* mine = partial_sums + warp * Config::kColumns + lane;
-#pragma unroll
-      for (int k = 0; k < 16; k++) mine[32 * k] = acc[k];
-      __syncthreads();
-      if (share == 0) {
-        for (int other = 1; other < params.warps_per_row; other++) {
-#pragma unroll
-          for (int k = 0; k < 16; k++) acc[k] += mine[other * Config::kColumns + 32 * k];
-        }
-      }
-      __syncthreads();
-    }
-    if (valid && share == 0) {
-      Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch + token * params.out_stride_token +
-                     head * params.out_stride_head + first_col;
+    Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch + token * params.out_stride_token +
+                   head * params.out_stride_head + first_col;
+    if (params.warps_per_row == 1) {
 #pragma unroll
       for (int k = 0; k < 16; k += 4) {
         const int col = column_of<Config>(k / Config::kPerVector) + k % Config::kPerVector;
-        if (first_col + col < params.d_v)
+        if (valid && first_col + col < params.d_v)
           store4<Element>(dst + col, make_float4(acc[k] * sink_factor, acc[k + 1] * sink_factor,
                                                  acc[k + 2] * sink_factor, acc[k + 3] * sink_factor));
       }
+      continue;
     }
+    float* sums = partial_sums + warp * Config::kColumns;
+#pragma unroll
+    for (int k = 0; k < 16; k += 4)
+      *reinterpret_cast<float4*>(sums + column_of<Config>(k / Config::kPerVector) + k % Config::kPerVector) =
+          make_float4(acc[k], acc[k + 1], acc[k + 2], acc[k + 3]);
+    __syncthreads();
+    sums -= share * Config::kColumns;  // of the row
+    for (int col = 2 * (32 * share + lane); col < min(Config::kColumns, params.d_v - first_col); col += 64 * params.warps_per_row) {
+      float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 4
+      for (int other = 0; other < params.warps_per_row; other++) {
+        const float2 x = *reinterpret_cast<const float2*>(sums + other * Config::kColumns + col);
+        sum.x += x.x;
+        sum.y += x.y;
+      }
+      if (valid) store2<Element>(dst + col, sum.x * sink_factor, sum.y * sink_factor);
+    }
+    __syncthreads();
   }
 }
 

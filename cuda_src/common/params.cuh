@@ -7,6 +7,7 @@ namespace flashmla {
 
 struct DenseDecodeParams {
   TensorMap k_map;             // (64 | tokens of a page | d_qk / 64 | h_kv | pages), box (64, box_tokens, 1, 1, 1)
+  TensorMap partial_map;       // o_partial as (512 | rows | h_kv * 2 * num_sm_parts), box (32, 16, 1); zeros where it is null
   const void* q;               // (batch, s_q, h_q, d_qk) bf16 | fp16
   void* out;                   // (batch, s_q, h_q, 512) same type as q
   float* lse;                  // (batch, h_q, s_q), natural log

@@ -369,30 +369,58 @@ __device__ __forceinline__ void zero_tail(const DenseDecodeParams& params, const
   ptx::bar_sync(kOutputBarrier + output_half(), 128);
 }
 
-// The rows of a warp, divided by their sums. A row that attended to nothing becomes 0, or a partial result that does not count.
+// Both rows of a thread, divided by their sums; one that attended to nothing becomes 0.
 template <class Config>
-__device__ __forceinline__ void store_output(const DenseDecodeParams& params, const Fragment& fragment, int req,
-                                             const float (&o)[128], float inv_sum0, float inv_sum1) {
+__device__ __forceinline__ void store_output(const DenseDecodeParams& params, int req, const float (&o)[128], float inv_sum0,
+                                             float inv_sum1) {
   using Element = typename Config::Element;
-  const int rows = params.s_q * params.heads_per_kv;
-  const int row0 = blockIdx.x * Config::kRows + tile::fragment_row_again(), row1 = row0 + 8;
-  if (row0 - ptx::tid_x() % 32 / 4 >= rows) return;
-  if (fragment.slot >= 0) {
-    const int64_t first_row = ((int64_t)fragment.slot * params.h_kv + blockIdx.y) * rows;
-    const auto pointer = [&](int row) -> float* {
-      return row < rows ? params.o_partial + (first_row + row) * Config::kHeadDimV + 256 * output_half() : nullptr;
-    };
-    attention::store_row_f32<0>(o, inv_sum0, pointer(row0));
-    attention::store_row_f32<2>(o, inv_sum1, pointer(row1));
-  } else {
-    const auto pointer = [&](int row) -> Element* {
-      const int token = row_token(params, row), head = row_head(params, row, token);
-      Element* out = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch + token * params.out_stride_token;
-      return row < rows ? out + head * params.out_stride_head + 256 * output_half() : nullptr;
-    };
-    attention::store_row_16bit<Element, 0>(o, inv_sum0, pointer(row0));
-    attention::store_row_16bit<Element, 2>(o, inv_sum1, pointer(row1));
+  const int rows = params.s_q * params.heads_per_kv, row0 = blockIdx.x * Config::kRows + tile::fragment_row_again();
+  const auto pointer = [&](int row) -> Element* {
+    const int token = row_token(params, row), head = row_head(params, row, token);
+    Element* out = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch + token * params.out_stride_token;
+    return row < rows ? out + head * params.out_stride_head + 256 * output_half() : nullptr;
+  };
+  attention::store_row_16bit<Element, 0>(o, inv_sum0, pointer(row0));
+  attention::store_row_16bit<Element, 2>(o, inv_sum1, pointer(row0 + 8));
+}
+
+// The same as partial results: a warp's 16 rows by the copy engine, 128 columns at a time by way of its tile of a stage that P V
+// has read. The copy engine leaves out rows past the last.
+template <class Config>
+__device__ __forceinline__ void store_partial(const DenseDecodeParams& params, typename Config::Storage& smem, int stage, int slot,
+                                              const float (&o)[128], float inv_sum0, float inv_sum1) {
+  ptx::bar_sync(kOutputBarrier + output_half(), 128);  // every warp's P V has
+  const int lane = ptx::tid_x() % 32, first_row = blockIdx.x * Config::kRows + ptx::tid_x() % 128 / 32 * 16;
+  if (first_row >= params.s_q * params.heads_per_kv) return;
+  const uint32_t staged = smem_addr(smem.k_half[output_half()][stage][tile::warp_in_group()]);
+  const uint32_t mine = staged + tile::swizzle_128b(lane / 4, lane % 4 / 2) + lane % 2 * 8;  // 8 columns further: ^ 32
+  constexpr uint32_t kBoxBytes = 16 * tile::kTileRowBytes;                                     // 16 rows x 32 columns
+#pragma unroll
+  for (int pass = 0; pass < 2; pass++) {
+    if (pass > 0) {
+      ptx::cp_async_bulk_wait_group_read();
+      __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) {  // 8 columns
+      const int k = 64 * pass + 4 * i;
+      const uint32_t at = (mine ^ i % 4 * 32) + i / 4 * kBoxBytes;
+      ptx::st_shared_v2(at, make_uint2(__float_as_uint(o[k] * inv_sum0), __float_as_uint(o[k + 1] * inv_sum0)));
+      ptx::st_shared_v2(at + 8 * tile::kTileRowBytes,
+                        make_uint2(__float_as_uint(o[k + 2] * inv_sum1), __float_as_uint(o[k + 3] * inv_sum1)));
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (ptx::elect_sync()) {
+#pragma unroll
+      for (int box = 0; box < 4; box++)
+        ptx::cp_async_bulk_tensor_3d_store(&params.partial_map, staged + box * kBoxBytes,
+                                           256 * output_half() + 128 * pass + 32 * box, first_row,
+                                           slot * params.h_kv + blockIdx.y);
+      ptx::cp_async_bulk_commit_group();
+    }
   }
+  ptx::cp_async_bulk_wait_group_read();
 }
 
 template <class Config>
@@ -403,6 +431,8 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
   float o[128];
   const Loader<Config> loader{params, plan, smem};
   loader.begin();
+  PageToken ahead;      // what is loaded next
+  bool holds = false;   // the stage of the block before has not been given back: partial results go by way of it
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     int block, end_block;
     {
@@ -412,6 +442,12 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
     }
     const bool empty = block == end_block;
     for (bool first = true; block < end_block; block++, first = false) {
+      if (holds) {
+        arrive_once_per_warp(smem_addr(&smem.half_empty[output_half()][k_ring.stage]));
+        if (ptx::elect_sync()) loader.load(k_ring.stage, k_ring.phase, ahead);
+        __syncwarp();
+        k_ring.advance();
+      }
       const uint32_t v_tiles = smem_addr(smem.k_half[output_half()][k_ring.stage]);
 #pragma unroll
       for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[output_half()][k_ring.stage][t]), k_ring.phase);
@@ -425,14 +461,11 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
       // The last block's row factors are kept until inv_sum has been read.
       if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
       attention::start_product<typename Config::Element>(o, smem_addr(smem.rope_or_p[k_ring.stage]), v_tiles, first);
-      PageToken ahead{0, -1};  // found while the products run
+      ahead = {0, -1};  // found while the products run
       if (ptx::elect_sync()) ahead = loader.locate_next();
       __syncwarp();
       ptx::wgmma_wait_group<0>();
-      arrive_once_per_warp(smem_addr(&smem.half_empty[output_half()][k_ring.stage]));
-      if (ptx::elect_sync()) loader.load(k_ring.stage, k_ring.phase, ahead);
-      __syncwarp();
-      k_ring.advance();
+      holds = true;
     }
     float inv_sum0 = 0.0f, inv_sum1 = 0.0f;
     if (!empty) {
@@ -440,8 +473,11 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
       inv_sum1 = smem.inv_sum[tile::fragment_row_again() + 8];
       arrive_once_per_warp(smem_addr(&smem.p_empty));
     }
-    const Fragment fragment = load_fragment(params, plan, req);
-    store_output<Config>(params, fragment, req, o, inv_sum0, inv_sum1);
+    const int slot = load_fragment(params, plan, req).slot;
+    if (slot < 0)
+      store_output<Config>(params, req, o, inv_sum0, inv_sum1);
+    else if (!empty)  // else its log-sum-exp says that it does not count
+      store_partial<Config>(params, smem, k_ring.stage, slot, o, inv_sum0, inv_sum1);
   }
 }
 

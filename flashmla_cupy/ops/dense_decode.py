@@ -15,6 +15,7 @@ import numpy as np
 
 from flashmla_cupy import backends
 from flashmla_cupy.runtime import params as kernel_params
+from flashmla_cupy.runtime import tensor_map
 
 from . import _checks, _device, _overlap, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem
@@ -196,7 +197,7 @@ class _Plan:
         self.kernel = _device.get_kernel(Problem("dense_decode", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
         self.grid = (-(-p.rows // sched_meta.QUERY_ROWS_PER_BLOCK), p.h_kv, self.parts)
         map_arguments = _map_arguments(k_cache, p)
-        self.maps = _device.TensorMaps(map_arguments)
+        self.maps, self.partial_maps = _device.TensorMaps(map_arguments), {0: bytes(tensor_map.BYTES)}
         float32 = np.dtype(np.float32)
         out_strides = _device.strides_of(out, self.out_shape, q.dtype)[:3]
         lse_strides = _device.strides_of(lse, self.lse_shape, float32)
@@ -210,6 +211,7 @@ class _Plan:
             causal=p.causal, page_size=p.page_size, box_tokens=map_arguments["box"][1], max_seqlen=p.max_seqlen,
             scale_log2=p.softmax_scale * math.log2(math.e), heads_per_kv_magic=magic, heads_per_kv_shift=shift)
         if self.splits:
+            self.partial_maps = _device.TensorMaps(_partial_map_arguments(p, self.parts))
             warps = combine.warps_per_row(self.parts / p.batch)
             self.combine = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
             # Each part but the first can begin inside one request.
@@ -277,7 +279,7 @@ class _Plan:
                                    stream_ptr, self.fixed_seqlen)
 
         params = self.params.fill(q_ptr, out_ptr, lse_ptr, o_partial, lse_partial, lengths_ptr, table_ptr, metadata_ptr,
-                                  head=self.maps[cache_ptr])
+                                  head=self.maps[cache_ptr] + self.partial_maps[o_partial])
         self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
         if self.splits:
             params = self.combine_params.fill(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, splits_ptr, 0)
@@ -297,3 +299,9 @@ def _map_arguments(k_cache: Any, p: DecodeProblem) -> dict[str, Any]:
     return dict(dtype_name=p.dtype, shape=(64, p.page_size, p.d_qk // 64, p.h_kv, p.pages),
                 strides_bytes=(token, 128, head, page), box=(64, box_tokens, 1, 1, 1))
 
+
+def _partial_map_arguments(p: DecodeProblem, parts: int) -> dict[str, Any]:
+    """Partial outputs as the copy engine sees them: 512 columns | rows | h_kv of each slot; a warp's 16 rows a box."""
+    row_bytes = HEAD_DIM_V * 4
+    return dict(dtype_name="float32", shape=(HEAD_DIM_V, p.rows, 2 * parts * p.h_kv),
+                strides_bytes=(row_bytes, p.rows * row_bytes), box=(32, 16, 1))

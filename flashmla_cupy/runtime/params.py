@@ -35,7 +35,7 @@ def _sparse_keys(prefix: str) -> list[tuple[str, str]]:
 
 _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in the order of the C++ declaration
     "DenseDecodeParams": [
-        ("map", "k_map"),
+        ("map", "k_map partial_map"),
         ("ptr", "q out lse o_partial lse_partial cache_seqlens block_table metadata"),
         ("i64", f"q_stride_batch q_stride_token q_stride_head {_OUT} {_LSE} block_table_stride"),
         ("i32", "batch s_q heads_per_kv h_kv num_sm_parts causal page_size box_tokens max_seqlen"),
