@@ -39,7 +39,6 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/prefetch.cuh"
-#include "ptx/prefetch_bulk.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
@@ -105,15 +104,13 @@ __device__ __forceinline__ void next_block(const DenseDecodeParams& params, cons
 struct PageToken {
   int page, token;
 };
-template <class Load>
-__device__ __forceinline__ PageToken locate(const DenseDecodeParams& params, int req, int token, Load load) {
-  if (params.block_table == nullptr) return {req, token};
+__device__ __forceinline__ const int32_t* table_entry(const DenseDecodeParams& params, int req, int token) {
   const int page_shift = 31 - __clz(params.page_size);  // page sizes are powers of two
-  return {load(params.block_table + req * params.block_table_stride + (token >> page_shift)),
-          token & (params.page_size - 1)};
+  return params.block_table + req * params.block_table_stride + (token >> page_shift);
 }
 __device__ __forceinline__ PageToken locate(const DenseDecodeParams& params, int req, int token) {
-  return locate(params, req, token, [](const int32_t* entry) { return __ldg(entry); });
+  if (params.block_table == nullptr) return {req, token};
+  return {__ldg(table_entry(params, req, token)), token & (params.page_size - 1)};
 }
 
 // Starts the copy of tile `tile_index` (64 dims) of a KV block; `first` locates its first token. One thread.
@@ -482,29 +479,22 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
 }
 
 // ---- entry ------------------------------------------------------------------------------------------------------
-// Before the kernels before this one are done: brings to the L2 what the CTA will probably read first, Q and up to kStages blocks
-// of K. The plan, lengths and block table that say where may still be written, so that this is a guess: its addresses stay within
-// bounds, nothing depends on it, and no L1 keeps what it read.
+// Before the kernels before this one are done: brings to the L2 what the CTA will read first. The plan, which says where that is, may
+// still be written, so that this is a guess: its addresses stay within bounds, nothing else depends on it, and no L1 keeps what
+// it has read.
 template <class Config>
-__device__ __forceinline__ void prefetch_first(const DenseDecodeParams& params) {
-  const int32_t* begin = params.metadata + 8 * blockIdx.z;
-  const int req = min(max(ptx::ld_relaxed(begin), 0), params.batch - 1), block = min(max(ptx::ld_relaxed(begin + 1), 0), 1 << 26);
-  const int end_req = ptx::ld_relaxed(begin + 2), end_block = ptx::ld_relaxed(begin + 3);
+__device__ __forceinline__ void prefetch_first(const DenseDecodeParams& params, int req, int block) {
+  using Element = typename Config::Element;
+  req = min(max(req, 0), params.batch - 1);
+  if (threadIdx.x == 0) ptx::prefetch_l2(params.cache_seqlens + req);
+  if (threadIdx.x == 32 && params.block_table != nullptr) {
+    block = min(max(block, 0), (params.max_seqlen - 1) / Config::kBlock);
+    ptx::prefetch_l2(table_entry(params, req, block * Config::kBlock));
+  }
   const int first_row = blockIdx.x * Config::kRows, rows = min(params.s_q * params.heads_per_kv - first_row, Config::kRows);
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * Config::kTiles; i += Config::kThreads)
-    ptx::prefetch_l2(query_row<typename Config::Element>(params, req, first_row + i / Config::kTiles) + i % Config::kTiles * 64);
-  const int tokens = min(ptx::ld_relaxed(params.cache_seqlens + req), params.max_seqlen);
-  int blocks = min((tokens - 1) / Config::kBlock + (tokens > 0) - block, Config::kStages);
-  if (req == end_req) blocks = min(blocks, end_block - block);
-  if (blockIdx.x > 0) return;  // the neighbour reads the same K
-#pragma unroll 1
-  for (int i = threadIdx.x / 32; i < blocks * Config::kTiles; i += Config::kThreads / 32) {
-    const PageToken at = locate(params, req, (block + i / Config::kTiles) * Config::kBlock,
-                                [](const int32_t* entry) { return ptx::ld_relaxed(entry); });
-    if (ptx::elect_sync())
-      ptx::cp_async_bulk_prefetch_tensor_5d(&params.k_map, 0, at.token, i % Config::kTiles, blockIdx.y, at.page);
-  }
+    ptx::prefetch_l2(query_row<Element>(params, req, first_row + i / Config::kTiles) + i % Config::kTiles * 64);
 }
 
 template <class Config>
@@ -527,11 +517,14 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   Storage& smem = *reinterpret_cast<Storage*>(dynamic_smem);
   FLASHMLA_ASSERT(smem_addr(dynamic_smem) % 1024 == 0);
+  const int likely_req = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z);
+  const int likely_block = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z + 1);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&params.k_map);
+    ptx::prefetch_tensormap(&params.partial_map);
     init_barriers<Config>(smem);
   }
-  prefetch_first<Config>(params);
+  prefetch_first<Config>(params, likely_req, likely_block);
   ptx::griddepcontrol_wait();
   // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
   ptx::griddepcontrol_launch_dependents();
