@@ -2,9 +2,10 @@
 // lse = log2 sum_i 2^lse_i (flash-decoding). With an attention sink the output is divided once more by
 // 1 + e^(sink - lse); the returned lse leaves the sink out.
 //
-// grid    (row groups, min(num_sm_parts - 1, batch), h_kv): y counts the split requests, by the part that holds their
-//         second fragment; there are never more than that, and a CTA without one returns. Direct mode (metadata null,
-//         grid.y = 1): n_direct partial results of every row.
+// grid    (row groups, split requests at a time, h_kv): as many CTAs as the device holds at once, or fewer. Those of y merge
+//         every gridDim.y-th split request, which is found by the part that holds its second fragment. Where nothing was split,
+//         which is all that a large batch may know only now, they are gone at once. Direct mode (metadata null, grid.y = 1):
+//         n_direct partial results of every row.
 // block   8 warps; warps_per_row of them share the partials of one row and add up in shared memory
 // PDL     the plan is read before griddepcontrol.wait: the split kernel lets this grid start only after its own wait, so
 //         the kernel that wrote the plan is done. The partial results are read after the wait, which every CTA executes:
@@ -78,15 +79,23 @@ __device__ __forceinline__ float total_lse_log2(const float* lse, const Partials
 
 // The part that holds the second fragment of the n-th split request, or -1. Every lane gets it.
 __device__ __forceinline__ int nth_split_request(const CombineParams& params, int n) {
-  for (int first = 0; first < params.num_sm_parts; first += 32) {
-    const int part = first + threadIdx.x % 32;
-    const bool second_fragment = part < params.num_sm_parts && params.metadata[8 * part + 4] == 1;
-    uint32_t found = __ballot_sync(0xffffffffu, second_fragment);
-    if (n < __popc(found)) {
-      for (; n > 0; n--) found &= found - 1;
-      return first + __ffs(found) - 1;
+  constexpr int kLoads = 5;  // on their way at a time: enough for 160 parts
+  for (int first = 0; first < params.num_sm_parts; first += 32 * kLoads) {
+    int split[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+      const int part = first + 32 * i + threadIdx.x % 32;
+      split[i] = part < params.num_sm_parts ? params.metadata[8 * part + 4] : 0;
     }
-    n -= __popc(found);
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+      uint32_t found = __ballot_sync(0xffffffffu, split[i] == 1);
+      if (n < __popc(found)) {
+        for (; n > 0; n--) found &= found - 1;
+        return first + 32 * i + __ffs(found) - 1;
+      }
+      n -= __popc(found);
+    }
   }
   return -1;
 }
@@ -138,16 +147,16 @@ __device__ __forceinline__ void add_part(float (&acc)[16], const LanePart<Config
   }
 }
 
+// Merges the n-th split request, if there is one. first_of_cta: it has not waited for the split kernel yet. Returns whether to look
+// for another.
 template <class Config>
-__device__ __forceinline__ void kernel(const CombineParams& params) {
+__device__ __forceinline__ bool merge(const CombineParams& params, int n, bool first_of_cta) {
   using Element = typename Config::Element;
-  ptx::griddepcontrol_launch_dependents();
-
   int req = 0;
   Partials partials{params.n_direct, 0, 0, 1};
   bool active = true;
   if (params.metadata != nullptr) {
-    const int part = nth_split_request(params, blockIdx.y);
+    const int part = nth_split_request(params, n);
     active = part >= 1;
     if (active) {
       req = min(max(params.metadata[8 * part], 0), params.batch - 1);
@@ -181,8 +190,8 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
   int64_t known = at[0];
 #pragma unroll
   for (int j = 1; j < Config::kAtOnce; j++) known |= at[j];
-  if (known >= 0) ptx::griddepcontrol_wait();
-  if (!active) return;
+  if (first_of_cta && known >= 0) ptx::griddepcontrol_wait();
+  if (!active) return false;
 
   load(share, 0);
   const float lse_log2 = total_lse_log2(params.lse_partial, partials, params.lse_in_scale);
@@ -242,6 +251,13 @@ __device__ __forceinline__ void kernel(const CombineParams& params) {
     }
     __syncthreads();
   }
+  return params.metadata != nullptr;
+}
+
+template <class Config>
+__device__ __forceinline__ void kernel(const CombineParams& params) {
+  ptx::griddepcontrol_launch_dependents();
+  for (int n = blockIdx.y; merge<Config>(params, n, n == blockIdx.y); n += gridDim.y) {}
 }
 
 }  // namespace flashmla::combine

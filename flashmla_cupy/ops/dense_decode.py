@@ -215,7 +215,8 @@ class _Plan:
             warps = combine.warps_per_row(self.parts / p.batch)
             self.combine = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
             # Each part but the first can begin inside one request.
-            self.combine_grid = combine.grid(p.rows, min(self.parts - 1, p.batch), p.h_kv, warps)
+            self.combine_grid = combine.grid(p.rows, min(self.parts - 1, p.batch), p.h_kv, warps,
+                                             sched_meta.sm_count(device_id))
             del strides["q_stride_batch"], strides["q_stride_token"], strides["q_stride_head"]
             self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, d_v=HEAD_DIM_V,
                                                         warps_per_row=warps, lse_in_scale=1.0)

@@ -333,7 +333,8 @@ class _Plan:
         if self.splits:
             warps, merge = combine.warps_per_row(self.parts / p.batch), "combine" if few else "combine.half"
             self.combine = _device.get_kernel(Problem(merge, p.dtype, d_v=HEAD_DIM_V), device_id)
-            self.combine_grid = combine.grid(p.s_q * p.h_q, min(self.parts - 1, p.batch), 1, warps)
+            self.combine_grid = combine.grid(p.s_q * p.h_q, min(self.parts - 1, p.batch), 1, warps,
+                                             sched_meta.sm_count(device_id))
             self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, heads_per_kv=p.h_q, h_kv=1,
                                                         d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
 
