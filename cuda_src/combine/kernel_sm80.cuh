@@ -147,8 +147,8 @@ __device__ __forceinline__ void add_part(float (&acc)[16], const LanePart<Config
   }
 }
 
-// Merges the n-th split request, if there is one. first_of_cta: it has not waited for the split kernel yet. Returns whether to look
-// for another.
+// Merges the n-th split request, if there is one. first_of_cta: it has not waited for the split kernel yet. Returns whether there
+// may be more.
 template <class Config>
 __device__ __forceinline__ bool merge(const CombineParams& params, int n, bool first_of_cta) {
   using Element = typename Config::Element;
@@ -251,13 +251,15 @@ __device__ __forceinline__ bool merge(const CombineParams& params, int n, bool f
     }
     __syncthreads();
   }
-  return params.metadata != nullptr;
+  return true;
 }
 
 template <class Config>
 __device__ __forceinline__ void kernel(const CombineParams& params) {
   ptx::griddepcontrol_launch_dependents();
-  for (int n = blockIdx.y; merge<Config>(params, n, n == blockIdx.y); n += gridDim.y) {}
+  const int most = params.metadata == nullptr ? 1 : min(params.num_sm_parts - 1, params.batch);  // split requests
+  for (int n = blockIdx.y; n < most; n += gridDim.y)
+    if (!merge<Config>(params, n, n == blockIdx.y)) break;
 }
 
 }  // namespace flashmla::combine
