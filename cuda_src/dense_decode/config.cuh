@@ -16,8 +16,9 @@ struct alignas(1024) SharedStorage {
   Element rope_or_p[kStages][kTileElements];     // dims 512-575, 64 tokens x 64 dims; then P, 64 rows x 64 tokens
   Element q_rope[kTileElements];                 // dims 512-575 of Q, after what goes to registers has passed through
   Element q_piece[64 * 16];                      // dims 496-511 of Q, 32-byte swizzle
-  float rescale[64];         // per row: factor for the accumulated output before this block is added
+  float rescale[64];         // per row: factor for the accumulated output before this block is added; see rescales
   float inv_sum[64];         // per row: 1 / row sum, valid with the last block of a fragment
+  uint8_t rescales[4];       // whether any of a warp's 16 rows has a factor in rescale
   uint64_t half_full[2][kStages][4], half_empty[2][kStages];
   uint64_t rope_full[kStages];
   uint64_t p_full, p_empty;

@@ -18,8 +18,8 @@
 // half_full[h][s][t] 1 + TMA      8192 or less half h           scores, half h     tile t of half h has landed in stage s
 // rope_full[s]       1 + TMA      8192 or less half 1           scores             the RoPE tile has landed in stage s
 // half_empty[h][s]   4 (warps)    -            half h           half h, half 1     P V of the block in stage s is done
-// p_full             4 (warps)    -            scores           both halves        p, rescale, inv_sum may be read
-// p_empty            8 (warps)    -            both halves      scores             rescale, inv_sum have been read
+// p_full             4 (warps)    -            scores           both halves        p, rescale(s), inv_sum may be read
+// p_empty            8 (warps)    -            both halves      scores             rescale(s), inv_sum have been read
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/online_softmax.cuh"
@@ -274,7 +274,8 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       if (block >= unmasked_blocks) mask_scores(params, plan, req, block, s);
       float max0, max1, rescale0, rescale1;
       attention::row_max(s, max0, max1);
-      attention::update_maxima(state0, state1, max0 * params.scale_log2, max1 * params.scale_log2, rescale0, rescale1);
+      const bool rescales = attention::update_maxima(state0, state1, max0 * params.scale_log2, max1 * params.scale_log2, rescale0,
+                                                     rescale1);
       attention::exponentiate(s, params.scale_log2, state0, state1);
 
       tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
@@ -284,17 +285,17 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       attention::pack_probabilities<typename Config::Element>(s, p);
       attention::store_probabilities(p, smem_addr(smem.rope_or_p[k_ring.stage]), threadIdx.x % 128);
       k_ring.advance();
+      if (rescales && (threadIdx.x & 3) == 0) {
+        smem.rescale[tile::fragment_row()] = rescale0;
+        smem.rescale[tile::fragment_row() + 8] = rescale1;
+      }
+      if (tile::lane_id() == 0) smem.rescales[tile::warp_in_group()] = rescales;
       if (block + 1 == end_block) {
         state0.sum = tile::quad_sum(state0.sum);
         state1.sum = tile::quad_sum(state1.sum);
-      }
-      if ((threadIdx.x & 3) == 0) {
-        const int row = tile::fragment_row();
-        smem.rescale[row] = rescale0;
-        smem.rescale[row + 8] = rescale1;
-        if (block + 1 == end_block) {
-          smem.inv_sum[row] = state0.sum == 0.0f ? 0.0f : 1.0f / state0.sum;
-          smem.inv_sum[row + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
+        if ((threadIdx.x & 3) == 0) {
+          smem.inv_sum[tile::fragment_row()] = state0.sum == 0.0f ? 0.0f : 1.0f / state0.sum;
+          smem.inv_sum[tile::fragment_row() + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
         }
       }
       pending = block + 1 < end_block;
@@ -451,8 +452,8 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
       tile::wait(smem_addr(&smem.p_full), parity);
       parity ^= 1;
       if (block + 1 == end_block) zero_tail(params, plan, req, block, v_tiles);
-      if (!first) {
-        const int row = tile::fragment_row();
+      if (!first && smem.rescales[tile::warp_in_group()]) {
+        const int row = tile::fragment_row_again();
         attention::rescale_output(smem.rescale[row], smem.rescale[row + 8], o);
       }
       // The last block's row factors are kept until inv_sum has been read.

@@ -42,6 +42,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/movmatrix.cuh"
 #include "ptx/packed.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/prmt.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/special_register.cuh"
@@ -117,8 +118,8 @@ __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, co
   TokenCursor<Config> cursor(params, plan, 16 * warp + lane % 16);
   tile::RingPosition<Config::kStages> ring;
   TokenName name = cursor.load_name();
+  TokenAddress at = locate<Config>(params, name);
   while (!cursor.at_end()) {
-    const TokenAddress at = locate<Config>(params, name);
     const uint32_t valid = __ballot_sync(kFullWarp, at.row != nullptr);
     const bool boxes = Config::kPaged && params.whole_boxes && valid == kFullWarp;
     const uint32_t full = smem_addr(&smem.k_full[ring.stage]);
@@ -156,6 +157,13 @@ __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, co
     }
     arrive_once_per_warp(full);
     ring.advance();
+    at = locate<Config>(params, name);
+    if (!Config::kPaged && at.row != nullptr) {  // of a token that may lie anywhere: to the L2, while the stage is still in use
+      const uint8_t* half = at.row + lane / 16 * 384;  // two lanes a token
+      ptx::prefetch_l2(half);
+      ptx::prefetch_l2(half + 128);
+      ptx::prefetch_l2(half + (lane < 16 ? 256 : Format::kRowBytes - 384 - 1));
+    }
   }
 }
 
@@ -425,25 +433,26 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
 
       tile::wait(smem_addr(&smem.p_empty[count & 1]), ~count >> 1 & 1);
       attention::store_probabilities(p, smem_addr(smem.p[count & 1]), ptx::tid_x() % 128);
-      if (last) {
-        const int row = tile::fragment_row_again();
-        finish_sum(state0, smem.q_unit[row]);
-        finish_sum(state1, smem.q_unit[row + 8]);
-      }
-      Factors& factors = smem.factors[count & 1];
-      if ((threadIdx.x & 3) == 0 && (rescales || last)) {
-        const int row = tile::fragment_row_again();
-        factors.rescale[row] = rescale0;
-        factors.rescale[row + 8] = rescale1;
-        if (last) {
-          const int slot = partial_slot(params, plan, req);
-          factors.inv_sum[row] = output_factor(params, state0, query_row<Config>(params, row), slot);
-          factors.inv_sum[row + 8] = output_factor(params, state1, query_row<Config>(params, row + 8), slot);
-        }
-      }
       const uint32_t flag = 1u << (count & 1);
-      if ((rescales || (flags & flag) != 0) && tile::lane_id() == 0) factors.rescales[tile::warp_in_group()] = rescales;
-      flags = rescales ? flags | flag : flags & ~flag;
+      if (rescales || last || flags != 0) {  // hardly ever
+        Factors& factors = smem.factors[count & 1];
+        const int row = tile::fragment_row_again();
+        if (last) {
+          finish_sum(state0, smem.q_unit[row]);
+          finish_sum(state1, smem.q_unit[row + 8]);
+        }
+        if ((threadIdx.x & 3) == 0) {
+          factors.rescale[row] = rescale0;
+          factors.rescale[row + 8] = rescale1;
+          if (last) {
+            const int slot = partial_slot(params, plan, req);
+            factors.inv_sum[row] = output_factor(params, state0, query_row<Config>(params, row), slot);
+            factors.inv_sum[row + 8] = output_factor(params, state1, query_row<Config>(params, row + 8), slot);
+          }
+        }
+        if (tile::lane_id() == 0) factors.rescales[tile::warp_in_group()] = rescales;
+        flags = rescales ? flags | flag : flags & ~flag;
+      }
       count++;
       pending = !last;
       if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));

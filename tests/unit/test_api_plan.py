@@ -35,7 +35,7 @@ def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
     assert out.shape == (3, 2, 64, 512) and out.dtype == BF16 and lse.shape == (3, 64, 2) and lse.dtype == np.float32
 
     parts = 132 // 2  # 128 rows are two blocks of 64
-    assert plan.grid == (1, 1, 1) and decode.grid == (2, 1, parts) and merge.grid == (128, 2, 1)  # 8 warps a row
+    assert plan.grid == (1, 1, 1) and decode.grid == (2, 1, parts) and merge.grid == (128, 3, 1)  # 8 warps a row
     p = plan.params
     assert (p["batch"], p["num_sm_parts"], p["block_size"], p["overhead_blocks"]) == (3, parts, 64, 2)
     assert p["fixed_seqlen"] == -1

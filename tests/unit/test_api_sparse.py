@@ -373,7 +373,7 @@ def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
     assert p["attn_sink"] == merge.params["attn_sink"] == arguments["attn_sink"].data.ptr
     assert p["o_partial"] == merge.params["o_partial"] != 0 and p["out"] == merge.params["out"] == out.data.ptr
     assert p["lse"] == lse.data.ptr and merge.params["heads_per_kv"] == h_q and merge.params["h_kv"] == 1
-    assert merge.grid[1] == min(parts - 1, batch, max(1, 2 * 132 // merge.grid[0]))
+    assert merge.grid[1] == min(parts - 1, batch, max(16, 2 * 132 // merge.grid[0]))
 
 
 @pytest.mark.parametrize("make", [sparse, lambda gpu: sparse(gpu, extra=True, h_q=128), dense_fp8],
