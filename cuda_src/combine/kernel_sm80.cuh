@@ -44,7 +44,9 @@ __device__ __forceinline__ void store4<fp16_t>(fp16_t* dst, float4 v) {
 template <class Element>
 __device__ __forceinline__ void store2(Element* dst, float x, float y);
 template <>
-__device__ __forceinline__ void store2<float>(float* dst, float x, float y) { *reinterpret_cast<float2*>(dst) = make_float2(x, y); }
+__device__ __forceinline__ void store2<float>(float* dst, float x, float y) {
+  *reinterpret_cast<float2*>(dst) = make_float2(x, y);
+}
 template <>
 __device__ __forceinline__ void store2<bf16_t>(bf16_t* dst, float x, float y) {
   *reinterpret_cast<uint32_t*>(dst) = ptx::cvt_rn_bf16x2(x, y);
@@ -195,7 +197,7 @@ __device__ __forceinline__ bool merge(const CombineParams& params, int n, bool f
 
   load(share, 0);
   const float lse_log2 = total_lse_log2(params.lse_partial, partials, params.lse_in_scale);
-  if (valid && share == 0 && lane == 0) 
+  if (valid && share == 0 && lane == 0)
     params.lse[req * params.lse_stride_batch + head * params.lse_stride_head + token * params.lse_stride_token] = lse_log2 * kLn2;
   float sink_factor = 1.0f;
   if (params.attn_sink != nullptr && valid && lse_log2 != -infinity())

@@ -480,9 +480,9 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
 }
 
 // ---- entry ------------------------------------------------------------------------------------------------------
-// Before the kernels before this one are done: brings to the L2 what the CTA will read first. The plan, which says where that is, may
-// still be written, so that this is a guess: its addresses stay within bounds, nothing else depends on it, and no L1 keeps what
-// it has read.
+// Before the kernels before this one are done: brings to the L2 what the CTA will read first. The plan, which says where that is,
+// may still be written, so that this is a guess: its addresses stay within bounds, nothing else depends on it, and no L1 keeps
+// what it has read.
 template <class Config>
 __device__ __forceinline__ void prefetch_first(const DenseDecodeParams& params, int req, int block) {
   using Element = typename Config::Element;

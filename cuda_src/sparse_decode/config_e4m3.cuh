@@ -14,7 +14,7 @@ struct E4m3 {};  // in place of the format: the kernel that multiplies codes
 struct alignas(64) TokenScales {
   float key[4][64];       // tile of 128 dims, token (column_order): the scale
   uint16_t value[4][64];  // tile, token: the same over the token's unit, fp16
-  float exponent[64];     // token (column_order): log2 of the unit, the power of two below the token's largest scale; -inf: no token
+  float exponent[64];     // token (column_order): log2 of the unit, the power of two below its largest scale; no token: -inf
   float inverse[64];      // 1 / unit
 };
 

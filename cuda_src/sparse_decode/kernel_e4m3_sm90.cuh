@@ -310,7 +310,8 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
     for (int i = 0; i < 4; i++) {
 #pragma unroll
       for (int j = 0; j < 8; j++) s[8 * i + j] += sums[t % 2][8 * i + j] * of_column(columns[i % 2], j);
-      columns[i % 2] = i < 2 ? load_columns(scales.key[t], i + 2) : load_columns(t < 3 ? scales.key[t + 1] : scales.exponent, i - 2);
+      columns[i % 2] =
+          i < 2 ? load_columns(scales.key[t], i + 2) : load_columns(t < 3 ? scales.key[t + 1] : scales.exponent, i - 2);
     }
     if (t < 2) {
       ptx::wgmma_fence();
@@ -611,9 +612,8 @@ __device__ __forceinline__ void store_output(const SparseDecodeParams& params, t
     const float factor = fminf(attention::half_partial_factor(largest * inverse), most);
     smem.multiplier[half][thread] = inverse * factor;
     const QueryRow row = query_row<Config>(params, thread);
-    if (row.exists)
-      attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q)[2 * index_of(row) + half] =
-          attention::inverse_power_of_two(factor);
+    float* factors = attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q);
+    if (row.exists) factors[2 * index_of(row) + half] = attention::inverse_power_of_two(factor);
   }
   ptx::bar_sync(kOutputBarrier + half, 128);
   store_rows<fp16_t>(o, smem.multiplier[half], [&](int local_row) -> fp16_t* {

@@ -314,7 +314,8 @@ __device__ __forceinline__ void compute_products(float (&s)[32], const uint32_t 
   ptx::wgmma_wait_group<0>();
 }
 
-// Registers are scarce here (without the crossover Q takes 80 of 144): what the loop over blocks does not need every time is derived again.
+// Registers are scarce here (without the crossover Q takes 80 of 144): what the loop over blocks does not need every time is
+// derived again.
 template <class Config>
 __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
@@ -439,9 +440,8 @@ __device__ __forceinline__ void store_output_row(const SparseDecodeParams& param
     const int64_t index = ((int64_t)slot * params.s_q + row.token) * params.h_q + row.head;
     // What a row that attended to nothing holds does not count.
     const float factor = attention::half_partial_factor(largest_of_row<kOffset>(o) * inv_sum);
-    if (row.exists && (tile::lane_id() & 3) == 0)
-      attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q)[2 * index + half] =
-          attention::inverse_power_of_two(factor);
+    float* factors = attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q);
+    if (row.exists && (tile::lane_id() & 3) == 0) factors[2 * index + half] = attention::inverse_power_of_two(factor);
     fp16_t* dst = reinterpret_cast<fp16_t*>(params.o_partial) + index * Config::kHeadDimV + 256 * half;
     store_row<fp16_t, kOffset>(row.exists ? dst : nullptr, [&](int k) { return o[k] * (inv_sum * factor); });
   } else {
