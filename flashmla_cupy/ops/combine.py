@@ -148,8 +148,8 @@ _BLOCKS_PER_SM = 2
 
 
 def grid(rows: int, split_requests: int, h_kv: int, warps: int, sm_count: int) -> tuple[int, int, int]:
-    """Blocks of eight warps, `warps` of which share a row. For at most `split_requests` requests; of more than 16 as many at
-    a time as the device has room for. Direct mode: one."""
+    """Blocks of eight warps, `warps` of which share a row, for at most `split_requests` requests (direct mode: one). Of
+    more than 16 requests as many have blocks as the device has room for; these take the others in turn."""
     row_groups = -(-rows // (8 // warps))
     at_once = max(16, _BLOCKS_PER_SM * sm_count // (row_groups * h_kv))
     return row_groups, min(split_requests, at_once), h_kv

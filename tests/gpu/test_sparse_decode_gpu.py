@@ -62,7 +62,7 @@ def test_more_than_one_call(scenario, gpu):
 
 @pytest.mark.parametrize("codes", [False, True], ids=["keys to bfloat16", "codes"])
 def test_rows_of_q_that_are_not_finite(codes, gpu):
-    """They give NaN where they see a token, in some of the splits or all, and nothing where they see none; others are as before."""
+    """NaN where they see a token, in some of the splits or all, and nothing where they see none; others are as before."""
     rng, heads = np.random.default_rng(0), {5: (7, np.nan), 9: (570, np.inf), 11: (3, -np.inf)}
     cache = flashmla_cupy.quantize_kv_cache(gpu.xp.asarray(rng.standard_normal((64, 64, 1, 576), np.float32)))
     indices = rng.integers(0, 4096, (3, 1, 200), np.int32)
