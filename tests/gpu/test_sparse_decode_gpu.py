@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import flashmla_cupy
+from flashmla_cupy.ops._select import experimental_kernels
 from flashmla_cupy.ops.sparse_decode import with_codes
 from flashmla_cupy.testing import machine, sparse_cases, sparse_checks, sparse_scenarios
 
@@ -62,13 +63,13 @@ def test_more_than_one_call(scenario, gpu):
 
 @pytest.mark.parametrize("codes", [False, True], ids=["keys to bfloat16", "codes"])
 def test_rows_of_q_that_are_not_finite(codes, gpu):
-    """NaN where they see a token, in some of the splits or all, and nothing where they see none; others are as before."""
+    """NaN where they see a token, in some splits or all, and nothing where they see none; others are as before."""
     rng, heads = np.random.default_rng(0), {5: (7, np.nan), 9: (570, np.inf), 11: (3, -np.inf)}
     cache = flashmla_cupy.quantize_kv_cache(gpu.xp.asarray(rng.standard_normal((64, 64, 1, 576), np.float32)))
     indices = rng.integers(0, 4096, (3, 1, 200), np.int32)
     indices[0], indices[1, 0, :150] = -1, -1
     q = rng.standard_normal((3, 1, 64, 576), np.float32)
-    with with_codes(codes):
+    with experimental_kernels(), with_codes(codes):
         plan = flashmla_cupy.get_mla_metadata(gpu.xp.zeros(3, np.int32), 64, 1, 64, True, 200)
 
         def decode(q):
