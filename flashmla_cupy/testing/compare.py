@@ -50,7 +50,8 @@ def _shapes(out: Any, lse: Any, exact_out: Any, exact_lse: Any) -> str | None:
 def _describe(label: str, got: Any, expected: Any, request: int, ratio: float, xp: Any) -> str:
     """Names the first element of `request` that is not finite where it should be, or else the farthest off."""
     got, expected = got[request], expected[request]
-    misplaced = ~((got == expected) | (xp.isfinite(got) & xp.isfinite(expected)))
+    both_nan = xp.isnan(got) & xp.isnan(expected)
+    misplaced = ~((got == expected) | both_nan | (xp.isfinite(got) & xp.isfinite(expected)))
     count = int(misplaced.sum())
     distance = xp.where(xp.isfinite(got) & xp.isfinite(expected), abs(got - expected), 0.0)
     place = tuple(int(i) for i in np.unravel_index(int((misplaced if count else distance).argmax()), got.shape))
