@@ -45,6 +45,15 @@ def test_nan_in_lse_and_a_finite_value_for_an_empty_row_fail(truth):
     assert compare(out, lse, exact, rounded).message is None
 
 
+def test_a_message_names_an_error_and_no_nan_that_is_right(truth):
+    exact, rounded, out, lse = truth
+    out[0, 0, 0, 0] = exact[0][0, 0, 0, 0] = rounded[0][0, 0, 0, 0] = np.nan
+    assert compare(out, lse, exact, rounded).message is None
+    out[0, 0, 2, 3] += 1
+    message = compare(out, lse, exact, rounded).message
+    assert "x the allowed error" in message and "at (0, 0, 2, 3)" in message
+
+
 def test_small_request_is_held_to_its_own_error(truth):
     exact, rounded, out, lse = truth
     out[1] = (exact[0][1] + 0.002).astype(out.dtype)  # below the error allowed in request 0
