@@ -1,4 +1,4 @@
-// Writing a 64 x 256 float32 accumulator to global memory without staging it in shared memory.
+// Writing a 64 x 256 float32 accumulator to global memory as rows of 16-bit values, without staging it in shared memory.
 #pragma once
 #include "common/types.cuh"
 #include "tile/fragment.cuh"

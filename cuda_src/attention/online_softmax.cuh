@@ -58,8 +58,8 @@ __device__ __forceinline__ void mask_columns(float (&s)[32], int first_col, int 
   }
 }
 
-// The largest scores of this thread's two rows, among its own columns.
-__device__ __forceinline__ void thread_max(const float (&s)[32], float& max0, float& max1) {
+// Row maxima over the whole tile, unscaled.
+__device__ __forceinline__ void row_max(const float (&s)[32], float& max0, float& max1) {
   max0 = fmaxf(s[0], s[1]);
   max1 = fmaxf(s[2], s[3]);
 #pragma unroll
@@ -67,11 +67,6 @@ __device__ __forceinline__ void thread_max(const float (&s)[32], float& max0, fl
     max0 = fmaxf(max0, fmaxf(s[4 * i], s[4 * i + 1]));
     max1 = fmaxf(max1, fmaxf(s[4 * i + 2], s[4 * i + 3]));
   }
-}
-
-// Row maxima over the whole tile, unscaled.
-__device__ __forceinline__ void row_max(const float (&s)[32], float& max0, float& max1) {
-  thread_max(s, max0, max1);
   tile::quad_max(max0, max1);
 }
 

@@ -2,9 +2,9 @@
 // lse = log2 sum_i 2^lse_i (flash-decoding). With an attention sink the output is divided once more by
 // 1 + e^(sink - lse); the returned lse leaves the sink out.
 //
-// grid    (row groups, split requests at a time, h_kv): as many CTAs as the device holds at once, or fewer. Those of y merge
-//         every gridDim.y-th split request, which is found by the part that holds its second fragment. Where nothing was split,
-//         which is all that a large batch may know only now, they are gone at once. Direct mode (metadata null, grid.y = 1):
+// grid    (row groups, split requests at a time, h_kv): up to 16 requests, of more as many as the device holds CTAs for. Those of y
+//         merge every gridDim.y-th split request, which is found by the part that holds its second fragment. Where nothing was
+//         split, which of a large batch only the plan says, they are gone at once. Direct mode (metadata null, grid.y = 1):
 //         n_direct partial results of every row.
 // block   8 warps; warps_per_row of them share the partials of one row and add up in shared memory
 // PDL     the plan is read before griddepcontrol.wait: the split kernel lets this grid start only after its own wait, so

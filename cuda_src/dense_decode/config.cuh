@@ -6,10 +6,10 @@
 
 namespace flashmla::dense_decode {
 
-// Exactly the 227 KB a CTA may have (d_qk 576): 28 tiles of 8 KB (3 stages of 8 tiles of K and one that is first the RoPE
+// Exactly the 227 KB a CTA may have: 28 tiles of 8 KB (3 stages of 8 tiles of K and one that is first the RoPE
 // tile and then P; the RoPE tile of Q), the 64 x 16 piece of Q that does not fit the registers either, and 1 KB of row
 // factors and barriers.
-template <class Element, bool kRope, int kStages>
+template <class Element, int kStages>
 struct alignas(1024) SharedStorage {
   static constexpr int kTileElements = tile::kTileBytes / (int)sizeof(Element);
   Element k_half[2][kStages][4][kTileElements];  // dims 0-255 | 256-511 of a KV block, 64 tokens x 64 dims a tile
@@ -44,7 +44,7 @@ struct Config {
   static constexpr int kClusterX = 1;
   static constexpr int kScoreRegisters = 184, kOutputRegisters = 160;  // of 3 * 168 at launch
 
-  using Storage = SharedStorage<Element, kRope, kStages>;
+  using Storage = SharedStorage<Element, kStages>;
   static constexpr int kSmemBytes = sizeof(Storage);
   static_assert(kSmemBytes <= 232448, "227 KB of shared memory a CTA");
 };

@@ -9,7 +9,7 @@
 // roles   warpgroup 0  scores: S = Q K^T, softmax, P to shared memory, row sums, log-sum-exp
 //         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
 //         One elected lane of each output warp loads: warp w of half h tile 4 h + w of K, into the stage that its own
-//         warpgroup has just left; warp 2 of half 1 also the RoPE tile, once both have left the stage.
+//         warpgroup leaves as it begins the next block; warp 2 of half 1 also the RoPE tile, once both have left the stage.
 // order   The halves are told of P (n) only when Q K^T (n + 1) is nearly done, and keep the tensor cores busy while the score
 //         warpgroup is at its softmax of n + 1.
 // P (n) takes the place of the RoPE tile of its stage, which Q K^T (n) was the last to read.
@@ -17,7 +17,8 @@
 // barrier            arrivals     bytes        armed by         waited on by
 // half_full[h][s][t] 1 + TMA      8192 or less half h           scores, half h     tile t of half h has landed in stage s
 // rope_full[s]       1 + TMA      8192 or less half 1           scores             the RoPE tile has landed in stage s
-// half_empty[h][s]   4 (warps)    -            half h           half h, half 1     P V of the block in stage s is done
+// half_empty[h][s]   4 (warps)    -            half h           half h, half 1     P V of the block in stage s is done, and partial
+//                                                                                  results that went by way of it are copied
 // p_full             4 (warps)    -            scores           both halves        p, rescale(s), inv_sum may be read
 // p_empty            8 (warps)    -            both halves      scores             rescale(s), inv_sum have been read
 #pragma once
@@ -40,6 +41,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/prefetch.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/special_register.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
@@ -522,7 +524,7 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
   const int likely_block = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z + 1);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&params.k_map);
-    ptx::prefetch_tensormap(&params.partial_map);
+    if (params.o_partial != nullptr) ptx::prefetch_tensormap(&params.partial_map);
     init_barriers<Config>(smem);
   }
   prefetch_first<Config>(params, likely_req, likely_block);

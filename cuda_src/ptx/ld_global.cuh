@@ -1,4 +1,4 @@
-// ld.global: loads that ptxas keeps in front of a later barrier, which it does not with ld.global.nc.
+// ld.global: loads that ptxas keeps in front of a later barrier, which it does not with ld.global.nc; and past the L1.
 #pragma once
 #include "common/types.cuh"
 

@@ -391,6 +391,14 @@ def test_warps_per_row():
     assert [combine.warps_per_row(n) for n in (0.5, 4, 4.1, 8, 16, 132)] == [1, 1, 2, 2, 4, 8]
 
 
+@pytest.mark.parametrize("rows, requests, h_kv, warps, expected", [
+    (128, 3, 1, 8, (128, 3, 1)), (256, 16, 1, 1, (32, 16, 1)), (256, 32, 1, 1, (32, 16, 1)),
+    (64, 128, 1, 1, (8, 33, 1)), (64, 128, 4, 1, (8, 16, 4)), (30, 1, 1, 8, (30, 1, 1)),
+])
+def test_blocks_of_combine(rows, requests, h_kv, warps, expected):
+    assert combine.grid(rows, requests, h_kv, warps, 132) == expected
+
+
 # ---- host time ----
 def test_host_time_of_a_planned_call(gpu):
     """The library's own share of an eager call, without the launches. The bound is loose: machines differ."""

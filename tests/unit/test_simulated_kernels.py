@@ -150,6 +150,22 @@ def test_metadata_of_other_lengths(gpu):
         assert np.allclose(lse, expected[1], atol=1e-5)
 
 
+def test_one_block_of_combine_merges_several_requests(gpu, monkeypatch):
+    lengths = [300, 70, 410, 290]
+    rng = np.random.default_rng(3)
+    q = normal(rng, (len(lengths), 1, 16, 576), BF16)
+    cache, table = paged_cache(rng, lengths, 64, 1, 576, BF16)
+    lengths = np.array(lengths, np.int32)
+    _, num_splits = reference_plan.plan(lengths, SMS, overhead_blocks=sched_meta.overhead_blocks(4, SMS, False))
+    assert (np.diff(num_splits) > 1).sum() >= 2
+    blocks = combine.grid
+    monkeypatch.setattr(combine, "grid", lambda *sizes: (blocks(*sizes)[0], 1, blocks(*sizes)[2]))
+    out, lse = flash_mla_with_kvcache(*(gpu.put(x) for x in (q, cache, table, lengths)), 512)
+    references = [reference_dense.attend(q, cache, table, lengths, 512, mode=mode) for mode in ("exact", "rounded")]
+    errors = compare(simulator.host(out), simulator.host(lse), *references)
+    assert errors.message is None, errors.message
+
+
 SPARSE = {  # layout, batch, s_q, h_q, topk, extra topk
     "one block": (V32, 1, 1, 16, 64, 0),
     "split": (V32, 2, 1, 64, 300, 0),
