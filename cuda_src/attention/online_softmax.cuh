@@ -35,14 +35,14 @@ struct RowState {
 };
 
 // Takes the row maxima of a new tile (log2 units) and gives the factors for what was accumulated before: 1 for all rows
-// of the warp unless the maximum of one of them must move.
-__device__ __forceinline__ void update_maxima(RowState& row0, RowState& row1, float tile_max0, float tile_max1,
+// of the warp unless the maximum of one of them must move. Returns whether one must.
+__device__ __forceinline__ bool update_maxima(RowState& row0, RowState& row1, float tile_max0, float tile_max1,
                                               float& rescale0, float& rescale1) {
   rescale0 = rescale1 = 1.0f;
-  if (__any_sync(0xffffffffu, row0.outgrown(tile_max0) | row1.outgrown(tile_max1))) {
-    rescale0 = row0.raise(tile_max0);
-    rescale1 = row1.raise(tile_max1);
-  }
+  if (!__any_sync(0xffffffffu, row0.outgrown(tile_max0) | row1.outgrown(tile_max1))) return false;
+  rescale0 = row0.raise(tile_max0);
+  rescale1 = row1.raise(tile_max1);
+  return true;
 }
 
 // Scores whose column (token) is not below the row's limit become -inf; what was there (NaN included) is dropped.

@@ -21,10 +21,9 @@ __device__ __forceinline__ void pack_probabilities(const float (&s)[32], uint32_
 // P of this warp's 16 rows into the swizzled tile; wgmma reads it after a fence_proxy_async, whose latency the caller may hide.
 // thread: in the warpgroup.
 __device__ __forceinline__ void store_probabilities(const uint32_t (&p)[4][4], uint32_t p_smem, int thread) {
-  const int row = thread / 32 * 16 + thread % 16, chunk = thread % 32 / 16;
+  const uint32_t at = p_smem + tile::swizzle_128b(thread / 32 * 16 + thread % 16, thread % 32 / 16);
 #pragma unroll
-  for (int k = 0; k < 4; k++)  // 16 of the 64 tokens
-    ptx::stmatrix_x4(p_smem + tile::swizzle_128b(row, 2 * k + chunk), p[k][0], p[k][1], p[k][2], p[k][3]);
+  for (int k = 0; k < 4; k++) ptx::stmatrix_x4(at ^ 32 * k, p[k][0], p[k][1], p[k][2], p[k][3]);  // 16 of the 64 tokens
 }
 
 // Multiplies the accumulated rows by their factors, where any of the warp's rows has one.

@@ -7,6 +7,7 @@ namespace flashmla {
 
 struct DenseDecodeParams {
   TensorMap k_map;             // (64 | tokens of a page | d_qk / 64 | h_kv | pages), box (64, box_tokens, 1, 1, 1)
+  TensorMap partial_map;       // o_partial as (512 | rows | h_kv * 2 * num_sm_parts), box (32, 16, 1); zeros where it is null
   const void* q;               // (batch, s_q, h_q, d_qk) bf16 | fp16
   void* out;                   // (batch, s_q, h_q, 512) same type as q
   float* lse;                  // (batch, h_q, s_q), natural log
@@ -46,6 +47,7 @@ struct SparseKeys {
 };
 
 struct SparseDecodeParams {
+  TensorMap k_map;             // paged, 656-byte layout: (328 | tokens of a page | 1 | 1 | pages) of 16 bits, box (64, 16, 1, 1, 1)
   SparseKeys main, extra;      // attention over the union; paged: main.cache alone
   const void* q;               // (batch, s_q, h_q, d_qk) bf16
   void* out;                   // (batch, s_q, h_q, 512) bf16
@@ -67,7 +69,7 @@ struct SparseDecodeParams {
   float scale_log2;            // softmax_scale * log2(e)
   uint32_t h_q_magic;          // division by h_q, see common/math.cuh
   int32_t h_q_shift;
-  int32_t reserved;
+  int32_t whole_boxes;         // 0 | 1: k_map is there, and 16 tokens from a multiple of 16 on lie in one page
 };
 
 struct CombineParams {

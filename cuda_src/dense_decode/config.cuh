@@ -6,18 +6,19 @@
 
 namespace flashmla::dense_decode {
 
-// Exactly the 227 KB a CTA may have (d_qk 576): 28 tiles of 8 KB (3 stages of 8 tiles of K and one that is first the RoPE
+// Exactly the 227 KB a CTA may have: 28 tiles of 8 KB (3 stages of 8 tiles of K and one that is first the RoPE
 // tile and then P; the RoPE tile of Q), the 64 x 16 piece of Q that does not fit the registers either, and 1 KB of row
 // factors and barriers.
-template <class Element, bool kRope, int kStages>
+template <class Element, int kStages>
 struct alignas(1024) SharedStorage {
   static constexpr int kTileElements = tile::kTileBytes / (int)sizeof(Element);
   Element k_half[2][kStages][4][kTileElements];  // dims 0-255 | 256-511 of a KV block, 64 tokens x 64 dims a tile
   Element rope_or_p[kStages][kTileElements];     // dims 512-575, 64 tokens x 64 dims; then P, 64 rows x 64 tokens
-  Element q_rope[kRope ? kTileElements : 512];   // dims 512-575 of Q; absent (but for alignment) for d_qk 512
+  Element q_rope[kTileElements];                 // dims 512-575 of Q, after what goes to registers has passed through
   Element q_piece[64 * 16];                      // dims 496-511 of Q, 32-byte swizzle
-  float rescale[64];         // per row: factor for the accumulated output before this block is added
+  float rescale[64];         // per row: factor for the accumulated output before this block is added; see rescales
   float inv_sum[64];         // per row: 1 / row sum, valid with the last block of a fragment
+  uint8_t rescales[4];       // whether any of a warp's 16 rows has a factor in rescale
   uint64_t half_full[2][kStages][4], half_empty[2][kStages];
   uint64_t rope_full[kStages];
   uint64_t p_full, p_empty;
@@ -43,7 +44,7 @@ struct Config {
   static constexpr int kClusterX = 1;
   static constexpr int kScoreRegisters = 184, kOutputRegisters = 160;  // of 3 * 168 at launch
 
-  using Storage = SharedStorage<Element, kRope, kStages>;
+  using Storage = SharedStorage<Element, kStages>;
   static constexpr int kSmemBytes = sizeof(Storage);
   static_assert(kSmemBytes <= 232448, "227 KB of shared memory a CTA");
 };

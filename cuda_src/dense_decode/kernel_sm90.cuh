@@ -9,18 +9,18 @@
 // roles   warpgroup 0  scores: S = Q K^T, softmax, P to shared memory, row sums, log-sum-exp
 //         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
 //         One elected lane of each output warp loads: warp w of half h tile 4 h + w of K, into the stage that its own
-//         warpgroup has just left; warp 2 of half 1 also the RoPE tile, once both have left the stage.
-// order   Several tiles of rows (bound by compute and power): the halves are told of P (n) only when Q K^T (n + 1) is nearly
-//         done, and keep the tensor cores busy while the score warpgroup is at its softmax of n + 1. One tile (bound by
-//         memory): at once, so that the stage is free the sooner.
+//         warpgroup leaves as it begins the next block; warp 2 of half 1 also the RoPE tile, once both have left the stage.
+// order   The halves are told of P (n) only when Q K^T (n + 1) is nearly done, and keep the tensor cores busy while the score
+//         warpgroup is at its softmax of n + 1.
 // P (n) takes the place of the RoPE tile of its stage, which Q K^T (n) was the last to read.
 //
 // barrier            arrivals     bytes        armed by         waited on by
 // half_full[h][s][t] 1 + TMA      8192 or less half h           scores, half h     tile t of half h has landed in stage s
 // rope_full[s]       1 + TMA      8192 or less half 1           scores             the RoPE tile has landed in stage s
-// half_empty[h][s]   4 (warps)    -            half h           half h, half 1     P V of the block in stage s is done
-// p_full             4 (warps)    -            scores           both halves        p, rescale, inv_sum may be read
-// p_empty            8 (warps)    -            both halves      scores             rescale, inv_sum have been read
+// half_empty[h][s]   4 (warps)    -            half h           half h, half 1     P V of the block in stage s is done, and partial
+//                                                                                  results that went by way of it are copied
+// p_full             4 (warps)    -            scores           both halves        p, rescale(s), inv_sum may be read
+// p_empty            8 (warps)    -            both halves      scores             rescale(s), inv_sum have been read
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/online_softmax.cuh"
@@ -31,14 +31,17 @@
 #include "common/params.cuh"
 #include "dense_decode/config.cuh"
 #include "ptx/bar.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/cp_async_bulk.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/ld_global.cuh"
 #include "ptx/ld_st.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/special_register.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
@@ -103,11 +106,13 @@ __device__ __forceinline__ void next_block(const DenseDecodeParams& params, cons
 struct PageToken {
   int page, token;
 };
+__device__ __forceinline__ const int32_t* table_entry(const DenseDecodeParams& params, int req, int token) {
+  const int page_shift = 31 - __clz(params.page_size);  // page sizes are powers of two
+  return params.block_table + req * params.block_table_stride + (token >> page_shift);
+}
 __device__ __forceinline__ PageToken locate(const DenseDecodeParams& params, int req, int token) {
   if (params.block_table == nullptr) return {req, token};
-  const int page_shift = 31 - __clz(params.page_size);  // page sizes are powers of two
-  return {__ldg(params.block_table + req * params.block_table_stride + (token >> page_shift)),
-          token & (params.page_size - 1)};
+  return {__ldg(table_entry(params, req, token)), token & (params.page_size - 1)};
 }
 
 // Starts the copy of tile `tile_index` (64 dims) of a KV block; `first` locates its first token. One thread.
@@ -139,56 +144,48 @@ __device__ __forceinline__ const Element* query_row(const DenseDecodeParams& par
          head * params.q_stride_head;
 }
 
-// Q of one request: the first kQRegSteps x 16 dims as wgmma A fragments, straight from global memory; the rest,
-// swizzled, to shared memory. All loads are in flight at once. Rows past the last are zero: multiplying zeros takes the
-// least power, and the clock of a loaded chip follows its power.
+// Q of one request: the first kQRegSteps x 16 dims as wgmma A fragments, the rest in shared memory. A warp loads its 16 rows as
+// they lie in memory, all at once, and takes them apart by way of its part of the RoPE tile, 64 dims at a time. It is little
+// code: a CTA that has one request runs it once, and then fetching instructions is most of its time. Rows past the last are
+// zero: multiplying zeros takes the least power, and the clock of a loaded chip follows its power.
 template <class Config>
 __device__ __forceinline__ void load_query(const DenseDecodeParams& params, int req, typename Config::Storage& smem,
                                            uint32_t (&q)[Config::kQRegSteps][4]) {
   using Element = typename Config::Element;
   const int first_row = blockIdx.x * Config::kRows, rows = params.s_q * params.heads_per_kv;
-  ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
-  // Tile 8 and the piece of tile 7: a thread copies one 16-byte column chunk of four rows.
-  const int column = ptx::tid_x() % 8;
+  const int lane = ptx::tid_x() % 32, warp_row = ptx::tid_x() / 32 * 16, column = lane % 8;
+  uint4 chunk[4][Config::kTiles];  // of row lane / 8 + 4 i, the 16 bytes of a column of each tile
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const int row = ptx::tid_x() % 128 / 8 + 16 * i;
-    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, first_row + row)) + column;
-    const uint32_t bytes = first_row + row < rows ? 16 : 0;
-    if (Config::kRope) ptx::cp_async_16(smem_addr(smem.q_rope) + tile::swizzle_128b(row, column), src + 8 * 8, bytes);
-    if (column >= 6) ptx::cp_async_16(smem_addr(smem.q_piece) + tile::swizzle_32b(row, column - 6), src + 8 * 7, bytes);
+    const int row = first_row + warp_row + lane / 8 + 4 * i;
+    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, row)) + column;
+#pragma unroll
+    for (int t = 0; t < Config::kTiles; t++) chunk[i][t] = ptx::ld_global_nc_v4(src + 8 * t);
   }
-  // A lane loads 16 bytes of its row for two steps; four lanes then trade, so that each holds its columns. The odd step
-  // left over is loaded as it is held.
-  constexpr int kPairs = Config::kQRegSteps / 2, kOddStep = Config::kQRegSteps - 1;
-  static_assert(Config::kQRegSteps % 2 == 1, "an odd step is left over");
-  uint4 chunk[2][kPairs];
+  ptx::bar_sync(kScoreBarrier, 128);  // every warp is done with the previous request's tiles
+  const uint32_t staged = smem_addr(smem.q_rope) + tile::swizzle_128b(warp_row + lane / 8, column);  // and, of i odd, ^ 64
+  const uint32_t fragments = smem_addr(smem.q_rope) + tile::swizzle_128b(warp_row + lane % 16, lane / 16);
+  const auto store = [&](int i, uint4 v, bool piece) {
+    ptx::st_shared_v4((staged ^ i % 2 * 64) + 4 * i * tile::kTileRowBytes, v);
+    if (piece && column >= 6)
+      ptx::st_shared_v4(smem_addr(smem.q_piece) + tile::swizzle_32b(warp_row + lane / 8 + 4 * i, column - 6), v);
+  };
+  const int rows_left = rows - first_row - warp_row - lane / 8;
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = first_row + tile::fragment_row_again() + 8 * r;
-    const uint4* src = reinterpret_cast<const uint4*>(query_row<Element>(params, req, row)) + (tile::lane_id() & 3);
+  for (int i = 0; i < 4; i++)
+    if (rows_left <= 4 * i) store(i, make_uint4(0, 0, 0, 0), true);
 #pragma unroll
-    for (int i = 0; i < kPairs; i++) chunk[r][i] = ptx::ld_global_nc_v4(src + 4 * i);
-    const int32_t* odd = reinterpret_cast<const int32_t*>(query_row<Element>(params, req, row)) + (tile::lane_id() & 3);
-    q[kOddStep][r] = ptx::ld_global_nc(odd + 8 * kOddStep);
-    q[kOddStep][2 + r] = ptx::ld_global_nc(odd + 8 * kOddStep + 4);
+  for (int t = 0; t < Config::kTiles; t++) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (rows_left > 4 * i) store(i, chunk[i][t], t == 7);
+    if (t == 8) break;
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      if (4 * t + k < Config::kQRegSteps) ptx::ldmatrix_x4(fragments ^ 32 * k, q[4 * t + k]);
   }
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const uint32_t keep = first_row + tile::fragment_row_again() + 8 * r < rows ? ~0u : 0u;
-#pragma unroll
-    for (int i = 0; i < kPairs; i++) {
-      uint32_t v[4] = {chunk[r][i].x, chunk[r][i].y, chunk[r][i].z, chunk[r][i].w};
-      tile::quad_transpose(v);
-      q[2 * i][r] = v[0] & keep;
-      q[2 * i][2 + r] = v[1] & keep;
-      q[2 * i + 1][r] = v[2] & keep;
-      q[2 * i + 1][2 + r] = v[3] & keep;
-    }
-    q[kOddStep][r] &= keep;
-    q[kOddStep][2 + r] &= keep;
-  }
-  ptx::cp_async_wait_all();
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
 }
@@ -257,10 +254,6 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
   uint32_t q[Config::kQRegSteps][4];
   float s[32];
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
-    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
-    const int rows = params.s_q * params.heads_per_kv, row = first_row + tile::fragment_row_again();
-    attention::RowState state0{row < rows ? attention::kNothing : infinity(), 0.0f};
-    attention::RowState state1{row + 8 < rows ? attention::kNothing : infinity(), 0.0f};
     int block, end_block, unmasked_blocks;
     {
       const Fragment fragment = load_fragment(params, plan, req);
@@ -269,7 +262,10 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       unmasked_blocks = visible_tokens(params, fragment.seqlen, first_row) / Config::kBlock;
     }
     if (block < end_block) load_query<Config>(params, req, smem, q);
-    const bool late = gridDim.x > 1;
+    // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
+    const int rows = params.s_q * params.heads_per_kv, row = first_row + tile::fragment_row_again();
+    attention::RowState state0{row < rows ? attention::kNothing : infinity(), 0.0f};
+    attention::RowState state1{row + 8 < rows ? attention::kNothing : infinity(), 0.0f};
     bool pending = false;  // P of the block before is not announced yet
     for (; block < end_block; block++) {
       issue_scores<Config>(s, q, smem, k_ring);
@@ -280,7 +276,8 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       if (block >= unmasked_blocks) mask_scores(params, plan, req, block, s);
       float max0, max1, rescale0, rescale1;
       attention::row_max(s, max0, max1);
-      attention::update_maxima(state0, state1, max0 * params.scale_log2, max1 * params.scale_log2, rescale0, rescale1);
+      const bool rescales = attention::update_maxima(state0, state1, max0 * params.scale_log2, max1 * params.scale_log2, rescale0,
+                                                     rescale1);
       attention::exponentiate(s, params.scale_log2, state0, state1);
 
       tile::wait(smem_addr(&smem.p_empty), parity ^ 1);
@@ -290,20 +287,20 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       attention::pack_probabilities<typename Config::Element>(s, p);
       attention::store_probabilities(p, smem_addr(smem.rope_or_p[k_ring.stage]), threadIdx.x % 128);
       k_ring.advance();
+      if (rescales && (threadIdx.x & 3) == 0) {
+        smem.rescale[tile::fragment_row()] = rescale0;
+        smem.rescale[tile::fragment_row() + 8] = rescale1;
+      }
+      if (tile::lane_id() == 0) smem.rescales[tile::warp_in_group()] = rescales;
       if (block + 1 == end_block) {
         state0.sum = tile::quad_sum(state0.sum);
         state1.sum = tile::quad_sum(state1.sum);
-      }
-      if ((threadIdx.x & 3) == 0) {
-        const int row = tile::fragment_row();
-        smem.rescale[row] = rescale0;
-        smem.rescale[row + 8] = rescale1;
-        if (block + 1 == end_block) {
-          smem.inv_sum[row] = state0.sum == 0.0f ? 0.0f : 1.0f / state0.sum;
-          smem.inv_sum[row + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
+        if ((threadIdx.x & 3) == 0) {
+          smem.inv_sum[tile::fragment_row()] = state0.sum == 0.0f ? 0.0f : 1.0f / state0.sum;
+          smem.inv_sum[tile::fragment_row() + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
         }
       }
-      pending = late && block + 1 < end_block;
+      pending = block + 1 < end_block;
       if (!pending) {
         ptx::fence_proxy_async();
         arrive_once_per_warp(smem_addr(&smem.p_full));
@@ -316,16 +313,19 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
 }
 
 // ---- output -----------------------------------------------------------------------------------------------------
+// Which half of the output a warp works on; derived again at each use, for the accumulators leave few registers.
+__device__ __forceinline__ int output_half() { return ptx::tid_x() / 128 - 1; }
+
 // What a warp of an output warpgroup loads, kStages blocks ahead: tile `warp` of its half of K, and warp 2 of half 1 the
 // RoPE tile. The position lives in shared memory because the accumulators leave no registers for it. One elected lane calls
 // the loads.
-template <class Config, int half>
+template <class Config>
 struct Loader {
   const DenseDecodeParams& params;
   const PartPlan& plan;
   typename Config::Storage& smem;
 
-  __device__ __forceinline__ BlockPosition& next() const { return smem.next[half][tile::warp_in_group()]; }
+  __device__ __forceinline__ BlockPosition& next() const { return smem.next[output_half()][tile::warp_in_group()]; }
 
   __device__ __forceinline__ void begin() const {
     if (ptx::elect_sync()) {
@@ -343,10 +343,10 @@ struct Loader {
   __device__ __forceinline__ void load(int stage, uint32_t empty_parity, PageToken at) const {
     if (at.token < 0) return;
     const int warp = tile::warp_in_group();
-    tile::wait(smem_addr(&smem.half_empty[half][stage]), empty_parity);
-    load_tile(params, next(), at, smem_addr(smem.k_half[half][stage][warp]),
-              smem_addr(&smem.half_full[half][stage][warp]), 4 * half + warp);
-    if (Config::kRope && half == 1 && warp == 2) {
+    tile::wait(smem_addr(&smem.half_empty[output_half()][stage]), empty_parity);
+    load_tile(params, next(), at, smem_addr(smem.k_half[output_half()][stage][warp]),
+              smem_addr(&smem.half_full[output_half()][stage][warp]), 4 * output_half() + warp);
+    if (Config::kRope && output_half() == 1 && warp == 2) {
       tile::wait(smem_addr(&smem.half_empty[0][stage]), empty_parity);
       load_tile(params, next(), at, smem_addr(smem.rope_or_p[stage]), smem_addr(&smem.rope_full[stage]), 8);
     }
@@ -356,7 +356,7 @@ struct Loader {
 
 // In the last block of a request, tokens past its end may hold anything, and 0 x NaN is NaN: their rows of V become 0.
 __device__ __forceinline__ void zero_tail(const DenseDecodeParams& params, const PartPlan& plan, int req, int block,
-                                          uint32_t tiles, int half) {
+                                          uint32_t tiles) {
   const int tokens = load_fragment(params, plan, req).seqlen - block * attention::kKvBlock;
   if (tokens >= attention::kKvBlock) return;
   const int chunks = (attention::kKvBlock - tokens) * 8;  // of 16 bytes, per tile
@@ -366,34 +366,73 @@ __device__ __forceinline__ void zero_tail(const DenseDecodeParams& params, const
     for (int t = 0; t < 4; t++)
       ptx::st_shared_v4(tiles + tile::kTileBytes * t + tokens * tile::kTileRowBytes + 16 * i, make_uint4(0, 0, 0, 0));
   ptx::fence_proxy_async();
-  ptx::bar_sync(kOutputBarrier + half, 128);
+  ptx::bar_sync(kOutputBarrier + output_half(), 128);
 }
 
-template <class Config, int kOffset>
-__device__ __forceinline__ void store_output_row(const DenseDecodeParams& params, const Fragment& fragment, int req,
-                                                 int half, int row, const float (&o)[128], float inv_sum) {
+// Both rows of a thread, divided by their sums; one that attended to nothing becomes 0.
+template <class Config>
+__device__ __forceinline__ void store_output(const DenseDecodeParams& params, int req, const float (&o)[128], float inv_sum0,
+                                             float inv_sum1) {
   using Element = typename Config::Element;
-  const int rows = params.s_q * params.heads_per_kv;
-  if (fragment.slot >= 0) {
-    float* dst = params.o_partial +
-                 (((int64_t)fragment.slot * params.h_kv + blockIdx.y) * rows + row) * Config::kHeadDimV + 256 * half;
-    attention::store_row_f32<kOffset>(o, inv_sum, row < rows ? dst : nullptr);
-  } else {
+  const int rows = params.s_q * params.heads_per_kv, row0 = blockIdx.x * Config::kRows + tile::fragment_row_again();
+  const auto pointer = [&](int row) -> Element* {
     const int token = row_token(params, row), head = row_head(params, row, token);
-    Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch +
-                   token * params.out_stride_token + head * params.out_stride_head + 256 * half;
-    attention::store_row_16bit<Element, kOffset>(o, inv_sum, row < rows ? dst : nullptr);
-  }
+    Element* out = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch + token * params.out_stride_token;
+    return row < rows ? out + head * params.out_stride_head + 256 * output_half() : nullptr;
+  };
+  attention::store_row_16bit<Element, 0>(o, inv_sum0, pointer(row0));
+  attention::store_row_16bit<Element, 2>(o, inv_sum1, pointer(row0 + 8));
 }
 
-template <class Config, int half>
+// The same as partial results: a warp's 16 rows by the copy engine, 128 columns at a time by way of its tile of a stage that P V
+// has read. The copy engine leaves out rows past the last.
+template <class Config>
+__device__ __forceinline__ void store_partial(const DenseDecodeParams& params, typename Config::Storage& smem, int stage, int slot,
+                                              const float (&o)[128], float inv_sum0, float inv_sum1) {
+  ptx::bar_sync(kOutputBarrier + output_half(), 128);  // every warp's P V has
+  const int lane = ptx::tid_x() % 32, first_row = blockIdx.x * Config::kRows + ptx::tid_x() % 128 / 32 * 16;
+  if (first_row >= params.s_q * params.heads_per_kv) return;
+  const uint32_t staged = smem_addr(smem.k_half[output_half()][stage][tile::warp_in_group()]);
+  const uint32_t mine = staged + tile::swizzle_128b(lane / 4, lane % 4 / 2) + lane % 2 * 8;  // 8 columns further: ^ 32
+  constexpr uint32_t kBoxBytes = 16 * tile::kTileRowBytes;                                     // 16 rows x 32 columns
+#pragma unroll
+  for (int pass = 0; pass < 2; pass++) {
+    if (pass > 0) {
+      ptx::cp_async_bulk_wait_group_read();
+      __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) {  // 8 columns
+      const int k = 64 * pass + 4 * i;
+      const uint32_t at = (mine ^ i % 4 * 32) + i / 4 * kBoxBytes;
+      ptx::st_shared_v2(at, make_uint2(__float_as_uint(o[k] * inv_sum0), __float_as_uint(o[k + 1] * inv_sum0)));
+      ptx::st_shared_v2(at + 8 * tile::kTileRowBytes,
+                        make_uint2(__float_as_uint(o[k + 2] * inv_sum1), __float_as_uint(o[k + 3] * inv_sum1)));
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (ptx::elect_sync()) {
+#pragma unroll
+      for (int box = 0; box < 4; box++)
+        ptx::cp_async_bulk_tensor_3d_store(&params.partial_map, staged + box * kBoxBytes,
+                                           256 * output_half() + 128 * pass + 32 * box, first_row,
+                                           slot * params.h_kv + blockIdx.y);
+      ptx::cp_async_bulk_commit_group();
+    }
+  }
+  ptx::cp_async_bulk_wait_group_read();
+}
+
+template <class Config>
 __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> k_ring;
   uint32_t parity = 0;  // of the block count: p_full and p_empty complete once a block
   float o[128];
-  const Loader<Config, half> loader{params, plan, smem};
+  const Loader<Config> loader{params, plan, smem};
   loader.begin();
+  PageToken ahead;      // what is loaded next
+  bool holds = false;   // the stage of the block before has not been given back: partial results go by way of it
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     int block, end_block;
     {
@@ -403,27 +442,30 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
     }
     const bool empty = block == end_block;
     for (bool first = true; block < end_block; block++, first = false) {
-      const uint32_t v_tiles = smem_addr(smem.k_half[half][k_ring.stage]);
+      if (holds) {
+        arrive_once_per_warp(smem_addr(&smem.half_empty[output_half()][k_ring.stage]));
+        if (ptx::elect_sync()) loader.load(k_ring.stage, k_ring.phase, ahead);
+        __syncwarp();
+        k_ring.advance();
+      }
+      const uint32_t v_tiles = smem_addr(smem.k_half[output_half()][k_ring.stage]);
 #pragma unroll
-      for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[half][k_ring.stage][t]), k_ring.phase);
+      for (int t = 0; t < 4; t++) tile::wait(smem_addr(&smem.half_full[output_half()][k_ring.stage][t]), k_ring.phase);
       tile::wait(smem_addr(&smem.p_full), parity);
       parity ^= 1;
-      if (block + 1 == end_block) zero_tail(params, plan, req, block, v_tiles, half);
-      if (!first) {
-        const int row = tile::fragment_row();
+      if (block + 1 == end_block) zero_tail(params, plan, req, block, v_tiles);
+      if (!first && smem.rescales[tile::warp_in_group()]) {
+        const int row = tile::fragment_row_again();
         attention::rescale_output(smem.rescale[row], smem.rescale[row + 8], o);
       }
       // The last block's row factors are kept until inv_sum has been read.
       if (block + 1 < end_block) arrive_once_per_warp(smem_addr(&smem.p_empty));
       attention::start_product<typename Config::Element>(o, smem_addr(smem.rope_or_p[k_ring.stage]), v_tiles, first);
-      PageToken ahead{0, -1};  // found while the products run
+      ahead = {0, -1};  // found while the products run
       if (ptx::elect_sync()) ahead = loader.locate_next();
       __syncwarp();
       ptx::wgmma_wait_group<0>();
-      arrive_once_per_warp(smem_addr(&smem.half_empty[half][k_ring.stage]));
-      if (ptx::elect_sync()) loader.load(k_ring.stage, k_ring.phase, ahead);
-      __syncwarp();
-      k_ring.advance();
+      holds = true;
     }
     float inv_sum0 = 0.0f, inv_sum1 = 0.0f;
     if (!empty) {
@@ -431,14 +473,33 @@ __device__ __forceinline__ void compute_output(const DenseDecodeParams& params, 
       inv_sum1 = smem.inv_sum[tile::fragment_row_again() + 8];
       arrive_once_per_warp(smem_addr(&smem.p_empty));
     }
-    const Fragment fragment = load_fragment(params, plan, req);
-    const int row = blockIdx.x * Config::kRows + tile::fragment_row_again();
-    store_output_row<Config, 0>(params, fragment, req, half, row, o, inv_sum0);
-    store_output_row<Config, 2>(params, fragment, req, half, row + 8, o, inv_sum1);
+    const int slot = load_fragment(params, plan, req).slot;
+    if (slot < 0)
+      store_output<Config>(params, req, o, inv_sum0, inv_sum1);
+    else if (!empty)  // else its log-sum-exp says that it does not count
+      store_partial<Config>(params, smem, k_ring.stage, slot, o, inv_sum0, inv_sum1);
   }
 }
 
 // ---- entry ------------------------------------------------------------------------------------------------------
+// Before the kernels before this one are done: brings to the L2 what the CTA will read first. The plan, which says where that is,
+// may still be written, so that this is a guess: its addresses stay within bounds, nothing else depends on it, and no L1 keeps
+// what it has read.
+template <class Config>
+__device__ __forceinline__ void prefetch_first(const DenseDecodeParams& params, int req, int block) {
+  using Element = typename Config::Element;
+  req = min(max(req, 0), params.batch - 1);
+  if (threadIdx.x == 0) ptx::prefetch_l2(params.cache_seqlens + req);
+  if (threadIdx.x == 32 && params.block_table != nullptr) {
+    block = min(max(block, 0), (params.max_seqlen - 1) / Config::kBlock);
+    ptx::prefetch_l2(table_entry(params, req, block * Config::kBlock));
+  }
+  const int first_row = blockIdx.x * Config::kRows, rows = min(params.s_q * params.heads_per_kv - first_row, Config::kRows);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * Config::kTiles; i += Config::kThreads)
+    ptx::prefetch_l2(query_row<Element>(params, req, first_row + i / Config::kTiles) + i % Config::kTiles * 64);
+}
+
 template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   for (int half = 0; half < 2; half++) {
@@ -459,10 +520,14 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   Storage& smem = *reinterpret_cast<Storage*>(dynamic_smem);
   FLASHMLA_ASSERT(smem_addr(dynamic_smem) % 1024 == 0);
+  const int likely_req = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z);
+  const int likely_block = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z + 1);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&params.k_map);
+    if (params.o_partial != nullptr) ptx::prefetch_tensormap(&params.partial_map);
     init_barriers<Config>(smem);
   }
+  prefetch_first<Config>(params, likely_req, likely_block);
   ptx::griddepcontrol_wait();
   // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
   ptx::griddepcontrol_launch_dependents();
@@ -480,10 +545,7 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
     compute_scores<Config>(params, plan, smem);
   } else {
     ptx::setmaxnreg_dec<Config::kOutputRegisters>();
-    if (group == 1)
-      compute_output<Config, 0>(params, plan, smem);
-    else
-      compute_output<Config, 1>(params, plan, smem);
+    compute_output<Config>(params, plan, smem);
   }
 }
 

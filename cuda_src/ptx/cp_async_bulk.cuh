@@ -1,4 +1,5 @@
-// Tensor memory accelerator (TMA): bulk tensor copies, global to shared, completing on an mbarrier.
+// Tensor memory accelerator (TMA): bulk tensor copies, global to shared, completing on an mbarrier, and shared to global, in
+// groups.
 #pragma once
 #include "common/types.cuh"
 
@@ -15,6 +16,20 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t dst, const Tens
       " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
       "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_tensor_3d_store(const TensorMap* map, uint32_t src, int32_t c0, int32_t c1,
+                                                              int32_t c2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(src),
+               "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until what this thread's groups copy has been read.
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 }  // namespace flashmla::ptx

@@ -1,4 +1,4 @@
-// e4m3 to fp16, from either half of a register.
+// Between e4m3 codes and packed fp16.
 #pragma once
 #include "common/types.cuh"
 
@@ -23,6 +23,13 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2_high(uint32_t codes) {
       "cvt.rn.f16x2.e4m3x2 %0, hi;\n\t}"
       : "=r"(r)
       : "r"(codes));
+  return r;
+}
+
+// Packed fp16 to two e4m3 codes, to nearest even; magnitudes above 448 and Inf give 448, NaN gives 0x7f.
+__device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2_f16x2(uint32_t halves) {
+  uint16_t r;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(r) : "r"(halves));
   return r;
 }
 

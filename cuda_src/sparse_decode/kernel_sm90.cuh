@@ -57,6 +57,7 @@
 #include "sparse_decode/config.cuh"
 #include "sparse_decode/dequantize.cuh"
 #include "sparse_decode/keys.cuh"
+#include "sparse_decode/rows.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/swizzle.cuh"
@@ -67,14 +68,6 @@ using tile::arrive_once_per_warp;
 using tile::smem_addr;
 
 constexpr uint32_t kScoreBarrier = 1;
-
-// A query row in global memory; rows past the last give any.
-template <class Config>
-__device__ __forceinline__ const bf16_t* query_pointer(const SparseDecodeParams& params, int req, int local_row) {
-  const QueryRow row = query_row<Config>(params, local_row);
-  const bf16_t* q = reinterpret_cast<const bf16_t*>(params.q) + req * params.q_stride_batch;
-  return row.exists ? q + row.token * params.q_stride_token + row.head * params.q_stride_head : q;
-}
 
 // ---- dequantize -------------------------------------------------------------------------------------------------
 // A warp's share of every block: kTokens tokens, those of region 0 by warpgroup 3, of region 1 by the output warpgroups.
@@ -321,36 +314,8 @@ __device__ __forceinline__ void compute_products(float (&s)[32], const uint32_t 
   ptx::wgmma_wait_group<0>();
 }
 
-// 1 / row sum, and the attention sink where the request is whole; a split request meets its sink in combine.
-__device__ __forceinline__ float output_factor(const SparseDecodeParams& params, const attention::RowState& state,
-                                               const QueryRow& row, int slot) {
-  if (state.sum == 0.0f) return 0.0f;
-  if (params.attn_sink == nullptr || slot >= 0 || !row.exists) return 1.0f / state.sum;
-  return 1.0f / (state.sum + ptx::ex2_approx_ftz(__ldg(params.attn_sink + row.head) * kLog2E - state.max_log2));
-}
-
-__device__ __forceinline__ void store_lse(const SparseDecodeParams& params, int slot, int req, const QueryRow& row,
-                                          const attention::RowState& state) {
-  if (!row.exists || (threadIdx.x & 3) != 0) return;
-  const float lse_log2 = state.max_log2 + ptx::lg2_approx_ftz(state.sum);
-  if (slot >= 0)
-    params.lse_partial[((int64_t)slot * params.s_q + row.token) * params.h_q + row.head] = lse_log2;
-  else
-    params.lse[req * params.lse_stride_batch + row.head * params.lse_stride_head + row.token * params.lse_stride_token] =
-        lse_log2 * kLn2;
-}
-
-// Paged: tokens past what each row sees (those past the end have no validity bit).
-template <class Config>
-__device__ __forceinline__ void mask_unseen(const SparseDecodeParams& params, int req, int block, float (&s)[32]) {
-  const int seqlen = load_seqlen(params, req), first_col = block * Config::kBlock;
-  if (first_col + Config::kBlock <= visible_tokens(params, seqlen, query_row<Config>(params, 0).token)) return;
-  const int row = tile::fragment_row_again();
-  attention::mask_columns(s, first_col, visible_tokens(params, seqlen, query_row<Config>(params, row).token),
-                          visible_tokens(params, seqlen, query_row<Config>(params, row + 8).token));
-}
-
-// Registers are scarce here (without the crossover Q takes 80 of 144): what the loop over blocks does not need every time is derived again.
+// Registers are scarce here (without the crossover Q takes 80 of 144): what the loop over blocks does not need every time is
+// derived again.
 template <class Config>
 __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params, const PartPlan& plan,
                                                typename Config::Storage& smem) {
@@ -475,9 +440,8 @@ __device__ __forceinline__ void store_output_row(const SparseDecodeParams& param
     const int64_t index = ((int64_t)slot * params.s_q + row.token) * params.h_q + row.head;
     // What a row that attended to nothing holds does not count.
     const float factor = attention::half_partial_factor(largest_of_row<kOffset>(o) * inv_sum);
-    if (row.exists && (tile::lane_id() & 3) == 0)
-      attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q)[2 * index + half] =
-          attention::inverse_power_of_two(factor);
+    float* factors = attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q);
+    if (row.exists && (tile::lane_id() & 3) == 0) factors[2 * index + half] = attention::inverse_power_of_two(factor);
     fp16_t* dst = reinterpret_cast<fp16_t*>(params.o_partial) + index * Config::kHeadDimV + 256 * half;
     store_row<fp16_t, kOffset>(row.exists ? dst : nullptr, [&](int k) { return o[k] * (inv_sum * factor); });
   } else {

@@ -39,6 +39,7 @@
 #include "ptx/cp_async_mbarrier.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/special_register.cuh"
@@ -112,12 +113,13 @@ struct Gatherer {
     const uint8_t* kv = cursor().kv + 512 * half + 16 * chunk;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint8_t* src = kv + (int64_t)max(rows[i], 0) * params.kv_row_bytes;
-      const uint32_t bytes = rows[i] < 0 ? 0 : 16;
+      const uint8_t* src = reinterpret_cast<const uint8_t*>(
+          ptx::mad_wide_s32(max(rows[i], 0), params.kv_row_bytes, reinterpret_cast<int64_t>(kv)));
       const uint32_t dst = (tiles ^ i << 4) + tile::kTileRowBytes * i;  // the swizzle of a row i further
 #pragma unroll
-      for (int t = 0; t < 4; t++) ptx::cp_async_16(dst + t * tile::kTileBytes, src + 128 * t, bytes);
-      if (Config::kRope && half == 1) ptx::cp_async_16((rope ^ i << 4) + tile::kTileRowBytes * i, src + 512, bytes);
+      for (int t = 0; t < 4; t++) ptx::cp_async_16_of_index(rows[i], dst + t * tile::kTileBytes, src + 128 * t);
+      if (Config::kRope && half == 1)
+        ptx::cp_async_16_of_index(rows[i], (rope ^ i << 4) + tile::kTileRowBytes * i, src + 512);
     }
   }
 };

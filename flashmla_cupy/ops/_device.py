@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 
 from flashmla_cupy.runtime import compile as kernel_compile
-from flashmla_cupy.runtime import device, params
+from flashmla_cupy.runtime import device, params, tensor_map
 from flashmla_cupy.runtime.launch import Kernel
 
 from . import _select
@@ -152,6 +152,22 @@ def half_partial_bytes(parts: int, query_heads: int) -> tuple[int, int]:
     rows = 2 * parts * query_heads
     o_bytes = rows * HEAD_DIM_V * 2
     return o_bytes, -(-(o_bytes + rows * 3 * 4) // 16) * 16
+
+
+class TensorMaps(dict[int, bytes]):
+    """`maps[ptr]`: the tensor map of what lies at an address, otherwise as `arguments` of tensor_map.encode say."""
+
+    _MOST = 512  # caches (layers) that share a plan
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self._arguments = arguments
+
+    def __missing__(self, ptr: int) -> bytes:
+        if len(self) >= self._MOST:
+            self.clear()
+        self[ptr] = encoded = tensor_map.encode(ptr, **self._arguments).tobytes()
+        return encoded
 
 
 class ParamTemplate:

@@ -80,6 +80,7 @@ def all_specs() -> tuple[KernelSpec, ...]:
     return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_COMBINE_HALF.values(), *_SCHED_META.values(),
             *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
             *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values(),
+            *_CODES_DECODE.values(), *_PAGED_CODES_DECODE.values(),
             *_FEW_ROWS_DECODE.values(), *_PAGED_FEW_ROWS_DECODE.values(),
             *_SPARSE_PREFILL.values())
 
@@ -109,6 +110,11 @@ _SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE, _PAGED_CROSSOVER_DECODE = 
      for layout in kv_format.FORMATS.values()}
     for tag, *flags in (("indices", "false", "false"), ("crossover", "false", "true"),
                         ("paged", "true", "false"), ("paged_crossover", "true", "true")))
+_CODES_DECODE, _PAGED_CODES_DECODE = (
+    {("bfloat16", kv_format.V32.d_qk): KernelSpec("sparse_decode", "e4m3_sm90",
+                                                  ("sparse_decode::E4m3<kv_format::V32>", paged, "false"),
+                                                  (kv_format.V32.name, tag), "SparseDecodeParams", experimental=True)}
+    for tag, paged in (("indices", "false"), ("paged", "true")))
 _FEW_ROWS_DECODE, _PAGED_FEW_ROWS_DECODE = (
     {("bfloat16", kv_format.V32.d_qk): KernelSpec("sparse_decode", "few_rows_sm90",
                                                   ("sparse_decode::FewRows<kv_format::V32>", paged, "false"),
@@ -178,6 +184,12 @@ def serves_few_rows(dtype: str, d_qk: int) -> bool:
     return spec is not None and selectable(spec)
 
 
+def serves_codes(dtype: str, d_qk: int) -> bool:
+    """Whether `select` may hand out an FP8 decode kernel that multiplies codes now."""
+    spec = _CODES_DECODE.get((dtype, d_qk))
+    return spec is not None and selectable(spec)
+
+
 _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels, the preferred one first
     "dense_decode": (_dense_decode_reasons, _DENSE_DECODE),
     "combine": (_combine_reasons, _COMBINE),
@@ -190,6 +202,8 @@ _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels,
     "sparse_decode.crossover": (_on_hopper(_CROSSOVER_DECODE), _CROSSOVER_DECODE),
     "sparse_decode.paged": (_on_hopper(_PAGED_FP8_DECODE), _PAGED_FP8_DECODE),
     "sparse_decode.paged_crossover": (_on_hopper(_PAGED_CROSSOVER_DECODE), _PAGED_CROSSOVER_DECODE),
+    "sparse_decode.codes": (_on_hopper(_CODES_DECODE), _CODES_DECODE),
+    "sparse_decode.paged_codes": (_on_hopper(_PAGED_CODES_DECODE), _PAGED_CODES_DECODE),
     "sparse_decode.few_indices": (_on_hopper(_FEW_ROWS_DECODE), _FEW_ROWS_DECODE),
     "sparse_decode.few_paged": (_on_hopper(_PAGED_FEW_ROWS_DECODE), _PAGED_FEW_ROWS_DECODE),
     "sparse_prefill": (_on_hopper(_SPARSE_PREFILL), _SPARSE_PREFILL),

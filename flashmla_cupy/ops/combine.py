@@ -133,7 +133,7 @@ def _launch(kernel, outs, lses, out, lse, n, rows, d_v, by_head, stream_ptr) -> 
     lse_rows = cupy.empty(rows, np.float32) if reorder else lse
     warps = warps_per_row(n)
     params = _template(n, rows, d_v, warps).fill(outs.data.ptr, lses.data.ptr, out.data.ptr, lse_rows.data.ptr, 0, 0, 0)
-    kernel.launch(grid(rows, 1, 1, warps), params, pdl=True, stream_ptr=stream_ptr)
+    kernel.launch(grid(rows, 1, 1, warps, 1), params, pdl=True, stream_ptr=stream_ptr)
     if reorder:
         batch, h_q, s_q = lse.shape
         _device.assign(lse, _swap_heads(lse_rows.reshape(batch, s_q, h_q)))
@@ -144,9 +144,15 @@ def warps_per_row(partials: float) -> int:
     return 1 if partials <= 4 else 2 if partials <= 8 else 4 if partials <= 16 else 8
 
 
-def grid(rows: int, split_requests: int, h_kv: int, warps: int) -> tuple[int, int, int]:
-    """Blocks of eight warps, `warps` of which share a row, for at most `split_requests` requests; direct mode: one."""
-    return -(-rows // (8 // warps)), split_requests, h_kv
+_BLOCKS_PER_SM = 2
+
+
+def grid(rows: int, split_requests: int, h_kv: int, warps: int, sm_count: int) -> tuple[int, int, int]:
+    """Blocks of eight warps, `warps` of which share a row, for at most `split_requests` requests (direct mode: one). Of
+    more than 16 requests as many have blocks as the device has room for; these take the others in turn."""
+    row_groups = -(-rows // (8 // warps))
+    at_once = max(16, _BLOCKS_PER_SM * sm_count // (row_groups * h_kv))
+    return row_groups, min(split_requests, at_once), h_kv
 
 
 def _stacked(parts: Any, swap_heads: bool = False) -> cupy.ndarray:

@@ -21,7 +21,6 @@ from . import _checks, _device, _overlap, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem
 from ._select import Problem
 
-_MAX_MAPS_PER_PLAN = 512  # caches (layers) that share a plan
 _ARRAYS = ("q", "k_cache", "block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits", "out", "lse",
            "workspace")
 _INTEGERS, _OUTPUTS = _ARRAYS[2:6], _ARRAYS[6:]
@@ -197,8 +196,8 @@ class _Plan:
 
         self.kernel = _device.get_kernel(Problem("dense_decode", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
         self.grid = (-(-p.rows // sched_meta.QUERY_ROWS_PER_BLOCK), p.h_kv, self.parts)
-        self._map_arguments = _map_arguments(k_cache, p)
-        self._maps: dict[int, bytes] = {}
+        map_arguments = _map_arguments(k_cache, p)
+        self.maps, self.partial_maps = _device.TensorMaps(map_arguments), {0: bytes(tensor_map.BYTES)}
         float32 = np.dtype(np.float32)
         out_strides = _device.strides_of(out, self.out_shape, q.dtype)[:3]
         lse_strides = _device.strides_of(lse, self.lse_shape, float32)
@@ -209,13 +208,15 @@ class _Plan:
         magic, shift = kernel_params.divisor(p.heads_per_kv)
         self.params = _device.ParamTemplate(
             "DenseDecodeParams", **strides, **sizes, block_table_stride=0 if table is None else table.strides[0] // 4,
-            causal=p.causal, page_size=p.page_size, box_tokens=self._map_arguments["box"][1], max_seqlen=p.max_seqlen,
+            causal=p.causal, page_size=p.page_size, box_tokens=map_arguments["box"][1], max_seqlen=p.max_seqlen,
             scale_log2=p.softmax_scale * math.log2(math.e), heads_per_kv_magic=magic, heads_per_kv_shift=shift)
         if self.splits:
+            self.partial_maps = _device.TensorMaps(_partial_map_arguments(p, self.parts))
             warps = combine.warps_per_row(self.parts / p.batch)
             self.combine = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
             # Each part but the first can begin inside one request.
-            self.combine_grid = combine.grid(p.rows, min(self.parts - 1, p.batch), p.h_kv, warps)
+            self.combine_grid = combine.grid(p.rows, min(self.parts - 1, p.batch), p.h_kv, warps,
+                                             sched_meta.sm_count(device_id))
             del strides["q_stride_batch"], strides["q_stride_token"], strides["q_stride_head"]
             self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, d_v=HEAD_DIM_V,
                                                         warps_per_row=warps, lse_in_scale=1.0)
@@ -279,18 +280,12 @@ class _Plan:
                                    stream_ptr, self.fixed_seqlen)
 
         params = self.params.fill(q_ptr, out_ptr, lse_ptr, o_partial, lse_partial, lengths_ptr, table_ptr, metadata_ptr,
-                                  head=self._maps.get(cache_ptr) or self._encode_map(cache_ptr))
+                                  head=self.maps[cache_ptr] + self.partial_maps[o_partial])
         self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
         if self.splits:
             params = self.combine_params.fill(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, splits_ptr, 0)
             self.combine.launch(self.combine_grid, params, pdl=True, stream_ptr=stream_ptr)
         return out, lse
-
-    def _encode_map(self, cache_ptr: int) -> bytes:
-        if len(self._maps) >= _MAX_MAPS_PER_PLAN:
-            self._maps.clear()
-        self._maps[cache_ptr] = encoded = tensor_map.encode(cache_ptr, **self._map_arguments).tobytes()
-        return encoded
 
 
 def _map_arguments(k_cache: Any, p: DecodeProblem) -> dict[str, Any]:
@@ -305,3 +300,9 @@ def _map_arguments(k_cache: Any, p: DecodeProblem) -> dict[str, Any]:
     return dict(dtype_name=p.dtype, shape=(64, p.page_size, p.d_qk // 64, p.h_kv, p.pages),
                 strides_bytes=(token, 128, head, page), box=(64, box_tokens, 1, 1, 1))
 
+
+def _partial_map_arguments(p: DecodeProblem, parts: int) -> dict[str, Any]:
+    """Partial outputs as the copy engine sees them: 512 columns | rows | h_kv of each slot; a warp's 16 rows a box."""
+    row_bytes = HEAD_DIM_V * 4
+    return dict(dtype_name="float32", shape=(HEAD_DIM_V, p.rows, 2 * parts * p.h_kv),
+                strides_bytes=(row_bytes, p.rows * row_bytes), box=(32, 16, 1))

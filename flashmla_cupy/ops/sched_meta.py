@@ -44,10 +44,13 @@ def num_sparse_sm_parts(sm_count: int, s_q: int, h_q: int, h_kv: int = 1) -> int
 def overhead_blocks(batch: int, parts: int, equally_long: bool) -> int:
     """Fixed cost of a fragment, in KV blocks (docs/perf-log.md).
 
-    4 keeps requests whole that are about as many as the parts. Far fewer of them are cut whatever a fragment costs; if
-    they are equally long (sparse attention: topk), 1 makes the parts more even.
+    4 keeps requests whole that are about as many as the parts, and a request that has nearly all parts to itself from
+    being cut into single blocks. In between 2 makes the parts more even; where requests are equally long (sparse
+    attention: topk) and fewer than half of the parts, 1.
     """
-    return 1 if equally_long and 2 * batch <= parts else 4
+    if equally_long:
+        return 1 if 2 * batch <= parts else 4
+    return 2 if 2 * batch <= parts <= 32 * batch else 4
 
 
 def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads_k: int,

@@ -21,7 +21,7 @@ from flashmla_cupy.runtime import params as kernel_params
 
 from . import _checks, _device, _overlap, _plans, combine, sched_meta
 from ._checks import HEAD_DIM_V, DecodeProblem, SparseDecodeProblem
-from ._select import Problem, experimental_kernels, serves_few_rows
+from ._select import Problem, experimental_kernels, serves_codes, serves_few_rows
 from .sched_meta import KV_BLOCK_TOKENS
 
 _REQUIRED = ("q", "k_cache")
@@ -31,6 +31,7 @@ _OUTPUTS = ("out", "lse", "workspace")
 _SCALARS = ("head_dim_v", "causal", "is_fp8_kvcache", "softmax_scale")
 _SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
 _DENSE = ("block_table", "cache_seqlens")
+_BOX_TOKENS = 16  # that the copy engine brings together
 _LISTS = ("indices", "topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")  # after the cache in params
 
 
@@ -197,42 +198,66 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 # The kernel for few query rows gets at most those of one mma, and so of one CTA: there it takes 177 us and the kernel
 # for 64 rows 316 (dense 128,16,1,8192). Two CTAs are hardly faster: 307.9 us against 318.4 (dense 128,32,1,8192).
 FEW_ROWS = 16
+# The kernel that multiplies codes as they are (experimental: on hostile inputs less exact than the others,
+# docs/kernels/sparse_decode.md) takes a tenth less time a KV block, and 2 us more for a start: 2 blocks a
+# part 14.2 us against 16.2 (graph 1,128,1,2048), 8 blocks 34.1 against 35.0 (graph 16,128,1,2048), 31 blocks 100.8
+# against 97.2 (128,64,1,2048), 248 blocks 626 against 558 (dense 128,128,1,8192).
+CODES_BLOCKS = 16
+_codes: bool | None = None  # None: by the number of blocks
 _crossover = False
 
 
-def variant(sparse: bool, rows: int, few_rows: bool = False, crossover: bool = False) -> str:
+def variant(sparse: bool, rows: int, few_rows: bool = False, codes: bool = False, crossover: bool = False) -> str:
     """Of the kernel. rows: the query rows that attend to the same keys, heads (dense: of all query tokens).
 
-    Every CTA dequantizes all of its tokens. The crossover, by which two blocks of 64 rows share that as a cluster,
-    loses on every measured row (docs/performance.md): `with_crossover` alone selects it. few_rows: whether the kernel
-    for few rows may be chosen, which multiplies codes without dequantizing them into shared memory; the others pad
-    the rows to 64, and are slower than reading the cache.
+    few_rows: whether the kernel for few rows may be chosen; the others pad the rows to 64, and are slower than reading
+    the cache. codes: whether the one that multiplies codes may be, and is faster; it and the one for few rows do not
+    dequantize into shared memory, as the others do. There the crossover, by which two blocks of 64 rows share that as a
+    cluster, loses on every measured row (docs/performance.md): `with_crossover` alone selects it.
     """
     if crossover and -(-rows // sched_meta.QUERY_ROWS_PER_BLOCK) % 2 == 0:
         return "crossover" if sparse else "paged_crossover"
     if few_rows and not crossover and rows <= FEW_ROWS:
         return "few_indices" if sparse else "few_paged"
+    if codes and not crossover:
+        return "codes" if sparse else "paged_codes"
     return "indices" if sparse else "paged"
 
 
-def _variant_now(sparse: bool, rows: int, dtype: str, d_qk: int) -> str:
-    return variant(sparse, rows, serves_few_rows(dtype, d_qk), _crossover)
-
-
-def _variant_of(p: DecodeProblem) -> str:
+def _variant_of(p: DecodeProblem, parts: int) -> str:
+    """For a plan of that many SM parts."""
     sparse = isinstance(p, SparseDecodeProblem)
-    return _variant_now(sparse, p.h_q if sparse else p.rows, p.dtype, p.d_qk)
+    blocks = p.batch * -(-(planned_tokens(p) if sparse else p.max_seqlen) // KV_BLOCK_TOKENS)
+    codes = blocks >= CODES_BLOCKS * parts if _codes is None else _codes
+    return variant(sparse, p.h_q if sparse else p.rows, serves_few_rows(p.dtype, p.d_qk),
+                   codes and serves_codes(p.dtype, p.d_qk), _crossover)
 
 
 def _partial_bytes(p: DecodeProblem, parts: int) -> tuple[int, int]:
     """Bytes of the partial outputs, and of all of a partial result."""
-    sizes = _device.partial_bytes if _variant_of(p).startswith("few") else _device.half_partial_bytes
+    sizes = _device.partial_bytes if _variant_of(p, parts).startswith("few") else _device.half_partial_bytes
     return sizes(parts, p.s_q * p.h_q)
 
 
-def multiplies_exact_keys(sparse: bool, rows: int, d_qk: int) -> bool:
-    """Whether the kernel that a call gets now multiplies keys as they are; the others round them to bfloat16 first."""
-    return _variant_now(sparse, rows, "bfloat16", d_qk).startswith("few")
+@contextlib.contextmanager
+def with_codes(wanted: bool) -> Iterator[None]:
+    """Within, the kernel that multiplies codes is chosen wherever it may be, or nowhere: to validate and to compare."""
+    global _codes
+    before, _codes = _codes, wanted
+    _plans.clear_plans()  # which hold what was selected before
+    try:
+        yield
+    finally:
+        _codes = before
+        _plans.clear_plans()
+
+
+def what_is_rounded(sparse: bool, rows: int, d_qk: int) -> str:
+    """By the kernel that a call gets within `with_codes`: "keys" to bfloat16, "scores" (sums of products of codes keep
+    13 bits below the largest), or "nothing" before the softmax."""
+    few, codes = serves_few_rows("bfloat16", d_qk), bool(_codes) and serves_codes("bfloat16", d_qk)
+    name = variant(sparse, rows, few, codes, _crossover)
+    return "nothing" if name.startswith("few") else "scores" if name.endswith("codes") else "keys"
 
 
 @contextlib.contextmanager
@@ -281,7 +306,7 @@ class _Plan:
         self.total_bytes = _workspace_bytes(p, arrays, self.parts)
         self.fixed_seqlen = planned_tokens(p) if self.sparse else -1 if self.splits else p.max_seqlen
 
-        rows, keys = p.h_q if self.sparse else p.rows, _variant_of(p)
+        rows, keys, self.maps = p.h_q if self.sparse else p.rows, _variant_of(p, self.parts), None
         few = keys.startswith("few")
         head_blocks = 1 if few else -(-rows // sched_meta.QUERY_ROWS_PER_BLOCK)
         self.kernel = _device.get_kernel(Problem(f"sparse_decode.{keys}", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
@@ -302,11 +327,15 @@ class _Plan:
             table = arrays["block_table"]
             fields |= dict(_cache("main", arrays["k_cache"]), causal=p.causal, max_seqlen=p.max_seqlen,
                            block_table_stride=0 if table is None else table.strides[0] // 4)
+            if keys == "paged_codes" and (table is None or p.page_size % _BOX_TOKENS == 0):
+                self.maps = _device.TensorMaps(_map_arguments(arrays["k_cache"]))
+                fields["whole_boxes"] = 1
         self.params = _device.ParamTemplate("SparseDecodeParams", **fields)
         if self.splits:
             warps, merge = combine.warps_per_row(self.parts / p.batch), "combine" if few else "combine.half"
             self.combine = _device.get_kernel(Problem(merge, p.dtype, d_v=HEAD_DIM_V), device_id)
-            self.combine_grid = combine.grid(p.s_q * p.h_q, min(self.parts - 1, p.batch), 1, warps)
+            self.combine_grid = combine.grid(p.s_q * p.h_q, min(self.parts - 1, p.batch), 1, warps,
+                                             sched_meta.sm_count(device_id))
             self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, heads_per_kv=p.h_q, h_kv=1,
                                                         d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
 
@@ -350,13 +379,23 @@ class _Plan:
 
         out_ptr, lse_ptr = out.data.ptr, lse.data.ptr
         params = self.params.fill(cache_ptr, *lists, q_ptr, out_ptr, lse_ptr, o_partial, lse_partial, metadata_ptr,
-                                  sink_ptr, table_ptr, lengths_ptr)
+                                  sink_ptr, table_ptr, lengths_ptr,
+                                  head=None if self.maps is None else self.maps[cache_ptr])
         self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
         if self.splits:
             params = self.combine_params.fill(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, splits_ptr,
                                               sink_ptr)
             self.combine.launch(self.combine_grid, params, pdl=True, stream_ptr=stream_ptr)
         return out, lse
+
+
+def _map_arguments(cache: Any) -> dict[str, Any]:
+    """A cache of the 656-byte layout as the copy engine sees it, innermost first: 16-bit pieces of a token | tokens of
+    a page | pages, between them axes of one."""
+    pages, page_size, _, token_bytes = cache.shape
+    page_stride = cache.strides[0] if pages > 1 else token_bytes
+    return dict(dtype_name="bfloat16", shape=(token_bytes // 2, page_size, 1, 1, pages),
+                strides_bytes=(token_bytes, token_bytes, token_bytes, page_stride), box=(64, _BOX_TOKENS, 1, 1, 1))
 
 
 def _keys(prefix: str, cache: Any, indices: Any) -> dict[str, int]:

@@ -13,6 +13,8 @@ import numpy as np
 
 from flashmla_cupy.reference._numerics import namespace_of, round_to, widen
 
+MODES = ("exact", "rounded", "rounded scores")
+SCORE_BITS = {"rounded scores": 12}  # by mode, see softmax_of_rows
 _CHUNK_BYTES = {"numpy": 256 << 20, "cupy": 4 << 30}  # temporaries of the requests that are computed together
 
 
@@ -25,7 +27,7 @@ def attend(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    mode: Literal["exact", "rounded"] = "exact",
+    mode: Literal["exact", "rounded", "rounded scores"] = "exact",
     round_output: bool = True,
     xp: Any = None,
 ) -> tuple[Any, Any]:
@@ -41,7 +43,8 @@ def attend(
         causal: query i of s_q sees ``length - s_q + i + 1`` keys.
         mode: ``"rounded"`` rounds the weights ``exp(score - row maximum)`` to the type of q before they meet the
             values, and the output after: what the best kernel on 16-bit tensor cores could give. The sum of the
-            weights is not rounded.
+            weights is not rounded. ``"rounded scores"`` rounds the scores instead, to 2^-12 of the largest
+            that vectors of their norms could have: as e4m3 tensor cores may, which sum products to 13 bits.
         round_output: False leaves out the last of these, the rounding of the output.
         xp: ``numpy`` or ``cupy``; default by the type of ``q``.
 
@@ -52,8 +55,7 @@ def attend(
     Raises:
         ValueError: ``mode`` unknown or heads that do not divide.
     """
-    if mode not in ("exact", "rounded"):
-        raise ValueError(f"mode: got {mode!r}, expected 'exact' or 'rounded'")
+    check_mode(mode)
     xp = xp or namespace_of(q)
     batch, s_q, h_q, d_qk = q.shape
     h_kv = k_cache.shape[2]
@@ -80,7 +82,8 @@ def attend(
                 row_keys = length - s_q + 1 + xp.arange(rows) // (h_q // h_kv)
                 seen = xp.arange(length) < row_keys[:, None]
             o, o_lse = softmax_of_rows(
-                widen(queries).reshape(n, h_kv, rows, d_qk), widen(keys), head_dim_v, scale, seen, weight_dtype, xp
+                widen(queries).reshape(n, h_kv, rows, d_qk), widen(keys), head_dim_v, scale, seen, weight_dtype, xp,
+                SCORE_BITS.get(mode),
             )
             if weight_dtype is not None and round_output:
                 o = round_to(o, weight_dtype, xp)
@@ -91,23 +94,36 @@ def attend(
     return out, lse
 
 
+def check_mode(mode: str) -> None:
+    """Raises ValueError for a mode that the references do not have."""
+    if mode not in MODES:
+        raise ValueError(f"mode: got {mode!r}, expected {' or '.join(map(repr, MODES))}")
+
+
 def softmax_of_rows(
-    q: Any, keys: Any, d_v: int, scale: float, seen: Any | None, weight_dtype: Any | None, xp: Any
+    q: Any, keys: Any, d_v: int, scale: float, seen: Any | None, weight_dtype: Any | None, xp: Any,
+    score_bits: int | None = None,
 ) -> tuple[Any, Any]:
     """q (n, h_kv, rows, d_qk), keys (n, h_kv, length, d_qk), both float64.
 
     seen: booleans that broadcast to (n, h_kv, rows, length), the keys that a row attends to; None: all.
     weight_dtype: what exp(score - maximum) is rounded to before it meets the values; None: not rounded.
+    score_bits: scores are rounded to multiples of 2^-score_bits times the product of the norms; None: not rounded.
 
     Returns o (n, h_kv, rows, d_v) and lse (n, h_kv, rows), float64. A row without keys gives 0 and -inf.
     """
     with np.errstate(invalid="ignore"):  # infinities and NaNs among the keys take their course
-        return _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, xp)
+        return _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, score_bits, xp)
 
 
-def _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, xp):
+def _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, score_bits, xp):
     scores = xp.matmul(q, keys.swapaxes(-1, -2))
     scores *= scale
+    if score_bits is not None:
+        norms = [xp.sqrt((x * x).sum(axis=-1)) for x in (q, keys)]
+        quantum = 2.0**-score_bits * abs(scale) * norms[0][..., :, None] * norms[1][..., None, :]
+        quantum = xp.where(quantum > 0, quantum, 1.0)
+        scores = xp.rint(scores / quantum) * quantum
     if seen is not None:
         scores = xp.where(seen, scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True)

@@ -54,14 +54,21 @@ def out_error_ratio(
     return xp.where(misplaced, np.inf, xp.maximum(ratio, rms_ratio))
 
 
-def lse_error_ratio(lse: Any, exact: Any, *, xp: Any = None) -> Any:
-    """Error of natural-log ``lse`` over ``LSE_ABSOLUTE + LSE_RELATIVE * |exact|``, element by element, same shape."""
+def lse_error_ratio(lse: Any, exact: Any, rounded: Any | None = None, *, xp: Any = None) -> Any:
+    """Error of natural-log ``lse`` over the budget, element by element, same shape.
+
+    The budget is ``LSE_ABSOLUTE + LSE_RELATIVE * |exact|`` and, where ``rounded`` is given, OUT_FACTOR times the worst
+    error of that in the same request (entry of the first axis): 16-bit keys move scores, and with them their sum.
+    """
     xp = xp or namespace_of(exact)
     finite = xp.isfinite(exact)
     safe_exact = xp.where(finite, exact, 0.0)
     error = abs(xp.where(finite, lse, 0.0) - safe_exact)
-    ratio = error / (LSE_ABSOLUTE + LSE_RELATIVE * abs(safe_exact))
-    return xp.where(_misplaced(lse, exact, xp), np.inf, ratio)
+    allowed = LSE_ABSOLUTE + LSE_RELATIVE * abs(safe_exact)
+    if rounded is not None and exact.size:
+        own_error = xp.where(finite & xp.isfinite(rounded), abs(rounded - safe_exact), 0.0)
+        allowed = allowed + OUT_FACTOR * own_error.max(axis=tuple(range(1, exact.ndim)), keepdims=True)
+    return xp.where(_misplaced(lse, exact, xp), np.inf, error / allowed)
 
 
 def _misplaced(got: Any, exact: Any, xp: Any) -> Any:

@@ -36,7 +36,7 @@ def attend(
     extra_k_cache: Any | None = None,
     extra_indices: Any | None = None,
     extra_topk_length: Any | None = None,
-    mode: Literal["exact", "rounded"] = "exact",
+    mode: Literal["exact", "rounded", "rounded scores"] = "exact",
     round_output: bool = True,
     xp: Any = None,
 ) -> tuple[Any, Any]:
@@ -55,7 +55,7 @@ def attend(
         extra_k_cache, extra_indices, extra_topk_length: a second cache and selection; attention is over both.
         mode: ``"rounded"`` rounds dequantized keys to float32 and then to bfloat16, the weights ``exp(score - row
             maximum)`` to the type of q before they meet the values, and the output: what the best kernel on 16-bit
-            tensor cores could give.
+            tensor cores could give. ``"rounded scores"``: as in dense_decode.
         round_output: False leaves out the last of these, the rounding of the output.
         xp: ``numpy`` or ``cupy``; default by the type of ``q``.
 
@@ -67,7 +67,7 @@ def attend(
         ValueError: ``mode`` unknown or heads that do not divide.
     """
     xp = xp or namespace_of(q)
-    _check_mode(mode)
+    dense_decode.check_mode(mode)
     batch, s_q, h_q, d_qk = q.shape
     h_kv = k_cache.shape[2]
     if h_q % h_kv:
@@ -91,7 +91,8 @@ def attend(
         keys = keys[0] if len(keys) == 1 else xp.concatenate(keys, axis=2)
         seen = xp.concatenate([slots[chunk] >= 0 for _, slots in caches], axis=2)
         out[chunk], lse[chunk] = dense_decode.softmax_of_rows(
-            widen(queries[chunk]), keys, head_dim_v, scale, seen[:, :, None], weight_dtype, xp
+            widen(queries[chunk]), keys, head_dim_v, scale, seen[:, :, None], weight_dtype, xp,
+            dense_decode.SCORE_BITS.get(mode),
         )
     out, lse = out.reshape(batch, s_q, h_q, head_dim_v), lse.reshape(batch, s_q, h_q)
     if attn_sink is not None:
@@ -110,7 +111,7 @@ def attend_paged(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    mode: Literal["exact", "rounded"] = "exact",
+    mode: Literal["exact", "rounded", "rounded scores"] = "exact",
     round_output: bool = True,
     xp: Any = None,
 ) -> tuple[Any, Any]:
@@ -121,7 +122,7 @@ def attend_paged(
     errors are those of ``dense_decode.attend``.
     """
     xp = xp or namespace_of(q)
-    _check_mode(mode)
+    dense_decode.check_mode(mode)
     batch, s_q, h_q, d_qk = q.shape
     page_size = k_cache.shape[1]
     lengths = dense_decode.clipped_lengths(k_cache, block_table, cache_seqlens)
@@ -144,11 +145,6 @@ def attend_paged(
             round_output=round_output, xp=xp,
         )
     return out, lse
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in ("exact", "rounded"):
-        raise ValueError(f"mode: got {mode!r}, expected 'exact' or 'rounded'")
 
 
 def _slots(cache: Any, indices: Any, length: Any | None, xp: Any) -> Any:

@@ -35,7 +35,7 @@ def _sparse_keys(prefix: str) -> list[tuple[str, str]]:
 
 _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in the order of the C++ declaration
     "DenseDecodeParams": [
-        ("map", "k_map"),
+        ("map", "k_map partial_map"),
         ("ptr", "q out lse o_partial lse_partial cache_seqlens block_table metadata"),
         ("i64", f"q_stride_batch q_stride_token q_stride_head {_OUT} {_LSE} block_table_stride"),
         ("i32", "batch s_q heads_per_kv h_kv num_sm_parts causal page_size box_tokens max_seqlen"),
@@ -44,6 +44,7 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
         ("i32", "heads_per_kv_shift"),
     ],
     "SparseDecodeParams": [
+        ("map", "k_map"),
         *_sparse_keys("main"),
         *_sparse_keys("extra"),
         ("ptr", "q out lse o_partial lse_partial metadata attn_sink block_table cache_seqlens"),
@@ -51,7 +52,7 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
         ("i32", "batch s_q h_q num_sm_parts causal max_seqlen"),
         ("f32", "scale_log2"),
         ("u32", "h_q_magic"),
-        ("i32", "h_q_shift reserved"),
+        ("i32", "h_q_shift whole_boxes"),
     ],
     "SparsePrefillParams": [
         ("ptr", "q kv indices topk_length attn_sink cu_seqlens_q cu_seqlens_kv out max_logits lse"),

@@ -15,7 +15,7 @@ _TYPES = {  # dtype name -> (CUtensorMapDataType suffix, bytes of an element)
     "float32": ("FLOAT32", 4),
     "uint8": ("UINT8", 1),
 }
-_MAP_BYTES = 128
+BYTES = 128
 
 
 def encode(
@@ -44,9 +44,9 @@ def _encode(ptr, dtype_name, shape, strides_bytes, box, swizzle_bytes, l2_promot
     swizzle = f"{swizzle_bytes}B" if swizzle_bytes else "NONE"
     promotion = f"L2_{l2_promotion}B" if l2_promotion else "NONE"
     # Through ctypes: the driver wants a destination aligned to 64 bytes, which cuda-bindings' CUtensorMap is not.
-    memory = np.zeros(2 * _MAP_BYTES, np.uint8)
-    start = -memory.ctypes.data % _MAP_BYTES
-    tensor_map = memory[start : start + _MAP_BYTES]
+    memory = np.zeros(2 * BYTES, np.uint8)
+    start = -memory.ctypes.data % BYTES
+    tensor_map = memory[start : start + BYTES]
     result = driver.entry_point("cuTensorMapEncodeTiled")(
         ctypes.c_void_p(tensor_map.ctypes.data),
         int(getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[dtype_name][0]}")),

@@ -29,7 +29,7 @@ def compare(out: Any, lse: Any, exact: tuple[Any, Any], rounded: tuple[Any, Any]
     dtype = out.dtype
     out, lse = out.astype(np.float32).astype(np.float64), lse.astype(np.float64)
     out_ratios = error_budget.out_error_ratio(out, exact[0], rounded[0], dtype, per_request=True, xp=xp)
-    lse_ratios = error_budget.lse_error_ratio(lse, exact[1], xp=xp)
+    lse_ratios = error_budget.lse_error_ratio(lse, exact[1], rounded[1], xp=xp)
     out_ratio, lse_ratio = float(out_ratios.max()), float(lse_ratios.max())
     if not out_ratio <= 1:
         request = int((~(out_ratios <= 1)).argmax())

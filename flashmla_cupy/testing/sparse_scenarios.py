@@ -17,7 +17,7 @@ import numpy as np
 
 import flashmla_cupy
 from flashmla_cupy.kv_format import FORMATS
-from flashmla_cupy.ops.sparse_decode import multiplies_exact_keys
+from flashmla_cupy.ops.sparse_decode import what_is_rounded
 from flashmla_cupy.reference import sched_meta as reference_sched
 from flashmla_cupy.reference import sparse_decode as reference
 from flashmla_cupy.testing import fp8_dense_inputs, inputs, sparse_cases, sparse_inputs
@@ -28,7 +28,7 @@ from flashmla_cupy.testing.guarded import refuses, run_guarded, same_bits
 from flashmla_cupy.testing.machine import Machine
 from flashmla_cupy.testing.scenarios import worst
 from flashmla_cupy.testing.sparse_cases import INT_MIN, SparseCase
-from flashmla_cupy.testing.sparse_checks import call, call_dense, check, expected, kernel_references, plan
+from flashmla_cupy.testing.sparse_checks import call, call_dense, check, expected, kernel_references, on_kernel, plan
 
 _FAR_PAGES = (51150, 51151, 102300, 102301, 116508, 116509)  # 2^31 and 2^32 bytes lie between two of them
 
@@ -44,18 +44,20 @@ def collect(suite: str, machine: Machine) -> list[tuple[str, Callable[[Machine],
         ("block table and lengths are not looked at", unused_arguments),
         ("dense: pages that the cache does not have", missing_pages),
     ]
-    if machine.gpu:
-        rows += [
-            ("plan made for another topk", stale_metadata),
-            ("sink with 1, 2 and 8 splits", sink_with_splits),
-            ("1,000 launches without a key", nothing_to_attend),
-            ("graph follows indices and lengths changed in place", graph_contents),
-            ("10,000 repetitions, PDL on", partial(repetition, pdl=True)),
-            ("10,000 repetitions, PDL off", partial(repetition, pdl=False)),
-        ]
-        if machine.xp.cuda.runtime.memGetInfo()[0] > 1.2 * _FAR_PAGES[-1] * 64 * 656:
-            rows.append(("slots beyond 2^31 and 2^32 bytes", far_slots))
-    return rows
+    if not machine.gpu:
+        return rows
+    rows += [
+        ("plan made for another topk", stale_metadata),
+        ("sink with 1, 2 and 8 splits", sink_with_splits),
+        ("1,000 launches without a key", nothing_to_attend),
+        ("graph follows indices and lengths changed in place", graph_contents),
+    ]
+    rows = [(f"{name}{label}", partial(on_kernel, check, label != ""))
+            for name, check in rows for label in ("", " (codes)")]
+    if machine.xp.cuda.runtime.memGetInfo()[0] > 1.2 * _FAR_PAGES[-1] * 64 * 656:
+        rows.append(("slots beyond 2^31 and 2^32 bytes", partial(on_kernel, far_slots, True)))
+    return [*rows, ("10,000 repetitions, PDL on", partial(on_kernel, partial(repetition, pdl=True), True)),
+            ("10,000 repetitions, PDL off", partial(on_kernel, partial(repetition, pdl=False), False))]
 
 
 def far_slots(machine: Machine) -> Errors:
@@ -219,8 +221,8 @@ def missing_pages(machine: Machine, lengths: tuple[int, ...] = (300, 65, 700, 0,
         unseen = xp.arange(s_q)[::-1] if case.causal else xp.zeros(s_q, np.int64)
         seen = positions < (given.cache_seqlens[:, None] - unseen)[:, :, None]
         attend = partial(reference.attend, given.q, cache, xp.where(seen, slots[:, None], -1), HEAD_DIM_V)
-        exact_keys = multiplies_exact_keys(False, s_q * h_q, case.d_qk)
-        errors = compare(given.out.array, given.lse.array, *kernel_references(attend, xp, exact_keys), xp)
+        references = kernel_references(attend, xp, what_is_rounded(False, s_q * h_q, case.d_qk))
+        errors = compare(given.out.array, given.lse.array, *references, xp)
         rows.append(errors if errors.message is None else replace(errors, message=f"{label}: {errors.message}"))
     return worst(rows)
 

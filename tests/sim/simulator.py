@@ -96,7 +96,10 @@ def host(x: cupy.ndarray) -> np.ndarray:
 
 def encode(ptr: int, dtype_name: str, shape: tuple, strides_bytes: tuple, box: tuple, **_: Any) -> np.ndarray:
     """SimulatedMap of ptx/cp_async_bulk.cuh in place of a tensor map."""
-    data = struct.pack("<12q", ptr, 2, *strides_bytes, *shape, box[1])
+    element_bytes = 4 if dtype_name == "float32" else 2
+    strides, extents = (element_bytes, *strides_bytes), tuple(shape)
+    missing = (0,) * (5 - len(shape))
+    data = struct.pack("<13q", ptr, *strides, *missing, *extents, *missing, box[1], element_bytes)
     return np.frombuffer(data.ljust(128, b"\0"), np.uint8)
 
 

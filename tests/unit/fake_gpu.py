@@ -41,7 +41,8 @@ class FakeGpu:
     device: int = 0
     capturing: bool = False
     events: list[Any] = field(default_factory=list)
-    maps: list[dict[str, Any]] = field(default_factory=list)
+    maps: list[dict[str, Any]] = field(default_factory=list)  # of caches
+    partial_maps: list[dict[str, Any]] = field(default_factory=list)  # of partial outputs
     graph_bytes: int = 0  # allocated as graph nodes
     _next: int = 0x7F00_0000_0000
 
@@ -123,8 +124,9 @@ def gpu(monkeypatch) -> FakeGpu:
         return copy
 
     def encode(ptr, **arguments):
-        fake.maps.append(dict(arguments, ptr=ptr))
-        return np.full(128, len(fake.maps), np.uint8)
+        maps = fake.partial_maps if arguments["dtype_name"] == "float32" else fake.maps
+        maps.append(dict(arguments, ptr=ptr))
+        return np.full(128, len(maps), np.uint8)
 
     for target, name, value in (
         (_device, "current_device", lambda: fake.device), (_device, "current_stream_ptr", lambda: STREAM),

@@ -37,7 +37,7 @@ def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
     parts = 132 // 2  # 128 rows are two blocks of 64
     assert plan.grid == (1, 1, 1) and decode.grid == (2, 1, parts) and merge.grid == (128, 3, 1)  # 8 warps a row
     p = plan.params
-    assert (p["batch"], p["num_sm_parts"], p["block_size"], p["overhead_blocks"]) == (3, parts, 64, 4)
+    assert (p["batch"], p["num_sm_parts"], p["block_size"], p["overhead_blocks"]) == (3, parts, 64, 2)
     assert p["fixed_seqlen"] == -1
     d, q = decode.params, arguments["q"]
     assert d["q"] == q.data.ptr and d["out"] == out.data.ptr and d["lse"] == lse.data.ptr
@@ -74,12 +74,16 @@ def test_given_metadata_are_used_as_they_are(gpu):
     assert decode.params["metadata"] == arguments["tile_scheduler_metadata"].data.ptr
     assert merge.params["num_splits"] == arguments["num_splits"].data.ptr
     assert decode.grid == (1, 1, 132) and merge.grid == (16, len(arguments["cache_seqlens"]), 1)
+    (partial_map,) = gpu.partial_maps
+    assert partial_map == dict(ptr=decode.params["o_partial"], dtype_name="float32", shape=(512, 16, 2 * 132),
+                               strides_bytes=(2048, 16 * 2048), box=(32, 16, 1))
+    assert bytes(decode.params["partial_map"]) == b"\1" * 128
 
 
 def test_no_combine_where_the_shape_rules_out_splits(gpu):
     flash_mla_with_kvcache(**gpu.decode(**gpu.metadata(parts=1)))
     (decode,) = gpu.take()
-    assert decode.grid == (1, 1, 1) and decode.params["o_partial"] == 0
+    assert decode.grid == (1, 1, 1) and decode.params["o_partial"] == 0 and not any(decode.params["partial_map"])
     flash_mla_with_kvcache(**gpu.decode(s_q=128, h_q=128))  # 256 blocks of rows: one part
     assert names(gpu.take()) == [SCHED, DECODE]
     flash_mla_with_kvcache(**gpu.decode(width=1))  # one KV block: the plan made inside cannot cut it
@@ -385,6 +389,14 @@ def test_merge_of_no_rows(gpu):
 
 def test_warps_per_row():
     assert [combine.warps_per_row(n) for n in (0.5, 4, 4.1, 8, 16, 132)] == [1, 1, 2, 2, 4, 8]
+
+
+@pytest.mark.parametrize("rows, requests, h_kv, warps, expected", [
+    (128, 3, 1, 8, (128, 3, 1)), (256, 16, 1, 1, (32, 16, 1)), (256, 32, 1, 1, (32, 16, 1)),
+    (64, 128, 1, 1, (8, 33, 1)), (64, 128, 4, 1, (8, 16, 4)), (30, 1, 1, 8, (30, 1, 1)),
+])
+def test_blocks_of_combine(rows, requests, h_kv, warps, expected):
+    assert combine.grid(rows, requests, h_kv, warps, 132) == expected
 
 
 # ---- host time ----

@@ -251,9 +251,48 @@ def test_two_row_blocks_share_keys(gpu, s_q, h_q, tag):
     (1, True, False, "few_"), (16, True, False, "few_"), (17, True, False, ""), (16, False, False, ""),
     (16, True, True, ""), (128, True, True, "crossover"), (128, True, False, "")])
 def test_rows_decide_which_kernel(rows, few_rows, crossover, expected):
-    names = [sparse_decode_op.variant(sparse, rows, few_rows, crossover) for sparse in (True, False)]
+    names = [sparse_decode_op.variant(sparse, rows, few_rows, False, crossover) for sparse in (True, False)]
     assert names == (["crossover", "paged_crossover"] if expected == "crossover"
                      else [f"{expected}indices", f"{expected}paged"])
+
+
+@pytest.mark.parametrize("rows, codes, crossover, expected", [
+    (16, True, False, ["few_indices", "few_paged"]), (17, True, False, ["codes", "paged_codes"]),
+    (128, True, True, ["crossover", "paged_crossover"]), (192, True, True, ["indices", "paged"])])
+def test_codes_are_multiplied_where_that_is_faster(rows, codes, crossover, expected):
+    assert [sparse_decode_op.variant(sparse, rows, True, codes, crossover) for sparse in (True, False)] == expected
+
+
+@pytest.mark.parametrize("blocks, h_q, d_qk, path", [(32, 64, 576, "e4m3_sm90"), (31, 64, 576, "sm90"),
+                                                     (32, 64, 512, "sm90"), (32, 16, 576, "few_rows_sm90")])
+def test_blocks_decide_whether_codes_are_multiplied(gpu, blocks, h_q, d_qk, path):
+    parts, topk = 132, 64 * blocks
+    batch = 66  # half as many requests as parts: 16 blocks a part with 32 blocks a request
+    width = 656 if d_qk == 576 else 584
+    cache = gpu.array((40, 64, 1, width), np.uint8, strides=(-(-64 * width // 576) * 576, width, width, 1))
+    arguments = {**sparse(gpu), "q": gpu.array((batch, 1, h_q, d_qk)), "k_cache": cache,
+                 "indices": gpu.array((batch, 1, topk), np.int32)}
+    flash_mla_with_kvcache(**arguments)
+    decode = gpu.take()[1]
+    assert decode.name.startswith(f"sparse_decode.{path}.") and decode.grid[2] == parts
+    for codes in (True, False):
+        with sparse_decode_op.with_codes(codes):
+            flash_mla_with_kvcache(**arguments)
+        forced = gpu.take()[1].name
+        assert ("e4m3" in forced) is (codes and "few" not in path and d_qk == 576)
+
+
+@pytest.mark.parametrize("page_size, whole", [(64, 1), (16, 1), (48, 1), (24, 0), (1, 0), (None, 1)])
+def test_boxes_are_copied_where_they_lie_in_pages(gpu, page_size, whole):
+    """The copy engine's boxes are 16 tokens; a contiguous cache (None) has one page a request."""
+    cache = gpu.array((40 if page_size else 2, page_size or 100, 1, 656), np.uint8)
+    arguments = {**dense_fp8(gpu), "q": gpu.array((2, 1, 64, 576)), "k_cache": cache}
+    if page_size is None:
+        arguments["block_table"] = None
+    with sparse_decode_op.with_codes(True):
+        flash_mla_with_kvcache(**arguments)
+    decode = next(event for event in gpu.take() if getattr(event, "name", "").startswith("sparse_decode.e4m3"))
+    assert int(decode.params["whole_boxes"]) == whole and bool(decode.params["k_map"].any()) is bool(whole)
 
 
 @pytest.mark.parametrize("s_q, h_q, d_qk, few", [(1, 16, 576, True), (4, 4, 576, True), (1, 17, 576, False),
@@ -334,7 +373,7 @@ def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
     assert p["attn_sink"] == merge.params["attn_sink"] == arguments["attn_sink"].data.ptr
     assert p["o_partial"] == merge.params["o_partial"] != 0 and p["out"] == merge.params["out"] == out.data.ptr
     assert p["lse"] == lse.data.ptr and merge.params["heads_per_kv"] == h_q and merge.params["h_kv"] == 1
-    assert merge.grid[1] == min(parts - 1, batch)
+    assert merge.grid[1] == min(parts - 1, batch, max(16, 2 * 132 // merge.grid[0]))
 
 
 @pytest.mark.parametrize("make", [sparse, lambda gpu: sparse(gpu, extra=True, h_q=128), dense_fp8],
@@ -351,7 +390,7 @@ def test_a_call_like_an_earlier_one_only_fills_in_pointers(gpu, monkeypatch, mak
         assert one.name == two.name and one.grid == two.grid
         for name in one.params.dtype.names:
             is_pointer = one.params.dtype[name] == np.uint64
-            assert (one.params[name] == two.params[name]) or is_pointer, name
+            assert np.all(one.params[name] == two.params[name]) or is_pointer, name
     (decode,) = (launch for launch in second if launch.name.startswith("sparse_decode"))
     assert decode.params["q"] == others["q"].data.ptr and decode.params["main.cache"] == others["k_cache"].data.ptr
     if others.get("extra_indices") is not None:

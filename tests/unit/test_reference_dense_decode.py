@@ -86,6 +86,17 @@ def test_rounded_mode_rounds_weights_and_output(dtype):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-12)
 
 
+def test_rounded_scores_are_off_by_their_vectors_norms():
+    q, k_cache, table, seqlens = make(np.random.default_rng(12), (1, 1, 1, 1), h_q=8)
+    exact, off = (dense_decode.attend(q, k_cache, table, seqlens, 8, softmax_scale=0.5, mode=mode)
+                  for mode in ("exact", "rounded scores"))
+    keys = k_cache[table[:, 0], 0].astype(np.float64)  # (batch, h_kv, d_qk)
+    norms = np.linalg.norm(q.astype(np.float64), axis=-1)[:, 0] * np.linalg.norm(keys, axis=-1).repeat(8, axis=1)
+    error = abs(off[1] - exact[1])[..., 0] / (2.0**-13 * 0.5 * norms)  # of one key, the lse is the score
+    assert 0.5 < error.max() <= 1 and (error > 0).all()
+    np.testing.assert_allclose(off[0], exact[0], rtol=1e-12)
+
+
 def test_contiguous_cache_equals_paged():
     lengths = (7, 0, 16, 3)
     q, k_cache, table, seqlens = make(np.random.default_rng(3), lengths, h_q=4, h_kv=2)

@@ -71,6 +71,14 @@ def test_lse_tolerance_is_absolute_plus_relative():
     assert (lse_error_ratio(exact + 1.01 * limit, exact)[:2] > 1).all()
 
 
+def test_lse_of_a_request_may_be_off_by_twice_its_reference():
+    exact = np.array([[0.0, 1.0, -np.inf], [0.0, 1.0, 2.0]])
+    rounded = exact + np.array([[1e-3, 0.0, 0.0], [0.0, np.nan, 0.0]])
+    got = exact + 1.9e-3
+    assert (lse_error_ratio(got, exact, rounded) <= 1).tolist() == [[True, True, True], [False, False, False]]
+    assert not (lse_error_ratio(exact + 2.2e-3, exact, rounded)[0, :2] <= 1).any()
+
+
 def test_at_a_tie_either_neighbour_is_the_reference_s():
     """1 + 2^-8 lies in the middle between two bfloat16 numbers: what lies at it may be rounded up or down."""
     exact = np.full((1, 8), 1.0)

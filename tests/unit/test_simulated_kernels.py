@@ -150,6 +150,22 @@ def test_metadata_of_other_lengths(gpu):
         assert np.allclose(lse, expected[1], atol=1e-5)
 
 
+def test_one_block_of_combine_merges_several_requests(gpu, monkeypatch):
+    lengths = [300, 70, 410, 290]
+    rng = np.random.default_rng(3)
+    q = normal(rng, (len(lengths), 1, 16, 576), BF16)
+    cache, table = paged_cache(rng, lengths, 64, 1, 576, BF16)
+    lengths = np.array(lengths, np.int32)
+    _, num_splits = reference_plan.plan(lengths, SMS, overhead_blocks=sched_meta.overhead_blocks(4, SMS, False))
+    assert (np.diff(num_splits) > 1).sum() >= 2
+    blocks = combine.grid
+    monkeypatch.setattr(combine, "grid", lambda *sizes: (blocks(*sizes)[0], 1, blocks(*sizes)[2]))
+    out, lse = flash_mla_with_kvcache(*(gpu.put(x) for x in (q, cache, table, lengths)), 512)
+    references = [reference_dense.attend(q, cache, table, lengths, 512, mode=mode) for mode in ("exact", "rounded")]
+    errors = compare(simulator.host(out), simulator.host(lse), *references)
+    assert errors.message is None, errors.message
+
+
 SPARSE = {  # layout, batch, s_q, h_q, topk, extra topk
     "one block": (V32, 1, 1, 16, 64, 0),
     "split": (V32, 2, 1, 64, 300, 0),
@@ -162,19 +178,19 @@ SPARSE = {  # layout, batch, s_q, h_q, topk, extra topk
 }
 
 
-@pytest.fixture
-def crossover(request):
-    """Whether a case runs with the crossover: if its name says so."""
-    if "crossover" not in request.node.name:
-        yield False
-        return
-    with sparse_decode_op.with_crossover():
-        yield True
+@pytest.fixture(params=["bf16", "codes"])
+def kernel_of(request):
+    """The kernel of the FP8 decode that a case gets: with the crossover if its name says so."""
+    if "crossover" in request.node.name and request.param == "codes":
+        pytest.skip("the kernel that multiplies codes has no crossover")
+    crossover = sparse_decode_op.with_crossover() if "crossover" in request.node.name else contextlib.nullcontext()
+    with crossover, sparse_decode_op.with_codes(request.param == "codes"):
+        yield
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("case", SPARSE.values(), ids=list(SPARSE))
-def test_sparse_decode(gpu, crossover, case, sink):
+def test_sparse_decode(gpu, kernel_of, case, sink):
     layout, batch, s_q, h_q, topk, extra = case
     rng = np.random.default_rng(3)
     q = normal(rng, (batch, s_q, h_q, layout.d_qk), BF16)
@@ -209,7 +225,7 @@ PAGED = {  # layout, lengths, s_q, h_q, page size (0: contiguous), causal
 
 
 @pytest.mark.parametrize("case", PAGED.values(), ids=list(PAGED))
-def test_dense_decode_over_an_fp8_cache(gpu, crossover, case):
+def test_dense_decode_over_an_fp8_cache(gpu, kernel_of, case):
     layout, lengths, s_q, h_q, page_size, causal = case
     rng = np.random.default_rng(5)
     q = normal(rng, (len(lengths), s_q, h_q, layout.d_qk), BF16)
@@ -323,6 +339,34 @@ def test_few_rows_with_any_scale(gpu, few_rows_alone, scales, q_gain):
         errors = compare(simulator.host(out)[..., dims], simulator.host(lse), (exact[0][..., dims], exact[1]),
                          (rounded[0][..., dims], rounded[1]))
         assert errors.message is None, (tile, errors.message)
+
+
+CODES_SCALES = SCALES | {
+    "far apart": lambda rng, shape: np.exp2(rng.uniform(-30, 50, shape)),
+    "growing": lambda rng, shape: np.exp2(np.linspace(-60, 60, np.prod(shape)).reshape(shape)),
+    "huge": lambda rng, shape: np.full(shape, 2.0**60),
+}
+
+
+@pytest.mark.parametrize("q_gain", [1.0, 2.0**-70, 2.0**60], ids=["", "small q", "large q"])
+@pytest.mark.parametrize("scales", CODES_SCALES.values(), ids=list(CODES_SCALES))
+def test_codes_with_any_scale(gpu, scales, q_gain):
+    rng = np.random.default_rng(9)
+    length = 130
+    q = normal(rng, (1, 1, 33, V32.d_qk), BF16) * BF16.type(q_gain)
+    q[..., 256:384] = 0
+    cache = kv_quant.quantize(normal(rng, (1, length, 1, V32.d_qk), BF16), V32)
+    scale = kv_quant.parts_of(cache, V32).scales
+    scale[..., 2] = scales(rng, scale[..., 2].shape)
+    lengths = np.array([length], np.int32)
+    keywords = dict(softmax_scale=V32.d_qk**-0.5 / q_gain)
+    with sparse_decode_op.with_codes(True):
+        out, lse = flash_mla_with_kvcache(gpu.put(q), _device_cache(gpu, cache), None, gpu.put(lengths), 512,
+                                          is_fp8_kvcache=True, **keywords)
+    exact, rounded = (sparse_decode.attend_paged(q, cache, None, lengths, 512, mode=mode, **keywords)
+                      for mode in ("exact", "rounded"))
+    errors = compare(simulator.host(out), simulator.host(lse), exact, rounded)
+    assert errors.message is None, errors.message
 
 
 def _device_cache(gpu, cache):

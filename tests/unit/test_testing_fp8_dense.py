@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from flashmla_cupy.kv_format import FORMATS
-from flashmla_cupy.ops.sparse_decode import multiplies_exact_keys
+from flashmla_cupy.ops._select import experimental_kernels
+from flashmla_cupy.ops.sparse_decode import what_is_rounded, with_codes
 from flashmla_cupy.reference import kv_quant, sparse_decode
 from flashmla_cupy.reference._numerics import round_to
 from flashmla_cupy.testing import (
@@ -210,15 +211,18 @@ def test_a_wrong_mask_scale_or_length_is_noticed(monkeypatch, wrong):
     assert sparse_checks.dense(replace(SMALL, unchanged=False, poison="zero"), CPU).message is not None
 
 
-@pytest.mark.parametrize("h_q, few", [(8, True), (9, False)])
-def test_references_of_a_kernel(h_q, few):
+@pytest.mark.parametrize("h_q, codes, rounds", [(8, True, "nothing"), (9, False, "keys"), (9, True, "scores")])
+def test_references_of_a_kernel(h_q, codes, rounds):
     """As for a kernel with indices: out against exact keys, lse against those that the kernel multiplies."""
     case = replace(SMALL, h_q=h_q)
     given = fp8_dense_inputs.build(case)
-    (out, lse), rounded = sparse_checks.expected_dense(case, given, GPU)
+    with experimental_kernels(), with_codes(codes):
+        assert what_is_rounded(False, case.s_q * h_q, case.d_qk) == rounds
+        (out, lse), rounded = sparse_checks.expected_dense(case, given, GPU)
     plain, same = sparse_checks.expected_dense(case, given, CPU)
     assert np.allclose(out, plain[0], rtol=1e-12, atol=1e-12) and not np.array_equal(rounded[0], same[0])
-    assert np.allclose(lse, plain[1], rtol=1e-12, atol=1e-12) is few and np.array_equal(lse, rounded[1]) is not few
+    assert np.allclose(lse, plain[1], rtol=1e-12, atol=1e-12) is (rounds != "keys")
+    assert np.array_equal(lse, rounded[1]) is (rounds != "scores")
     assert np.array_equal(round_to(rounded[0], given.q.dtype), same[0])  # a kernel's is rounded by the budget
 
 
@@ -240,7 +244,7 @@ def best_kernel(case, given, xp, *, k_cache, block_table):
             count = max(0, length - case.s_q + token + 1) if case.causal else length
             indices[request, token, :count] = slots[request, :count]
     out, lse = sparse_decode.attend(given.q, k_cache, indices, mode="rounded")
-    if multiplies_exact_keys(False, case.s_q * case.h_q, case.d_qk):
+    if what_is_rounded(False, case.s_q * case.h_q, case.d_qk) != "keys":
         _, lse = sparse_decode.attend(given.q, k_cache, indices, mode="exact")
     given.out.array[...], given.lse.array[...] = out.astype(given.out.dtype), lse
     return given.out.array, given.lse.array

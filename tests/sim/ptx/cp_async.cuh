@@ -8,6 +8,9 @@ inline void cp_async(uint32_t destination, const void* source, uint32_t bytes) {
   if (bytes) memcpy(sim::at(destination), source, bytes);
 }
 inline void cp_async_16(uint32_t destination, const void* source, uint32_t bytes) { cp_async<16>(destination, source, bytes); }
+inline void cp_async_16_of_index(int32_t index, uint32_t destination, const void* source) {
+  cp_async<16>(destination, source, index < 0 ? 0 : 16);
+}
 inline void cp_async_8(uint32_t destination, const void* source, uint32_t bytes) { cp_async<8>(destination, source, bytes); }
 inline void cp_async_commit_group() {}
 template <int kPending>

@@ -2,6 +2,7 @@
 namespace flashmla::ptx {
 
 inline float ex2_approx_ftz(float x) { return exp2f(x); }
+inline int64_t mad_wide_s32(int32_t a, int32_t b, int64_t c) { return (int64_t)a * b + c; }
 inline float lg2_approx_ftz(float x) { return log2f(x); }
 
 inline uint32_t bf16_bits(float x) {
