@@ -40,6 +40,8 @@
 #include "ptx/ld_st.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/movmatrix.cuh"
 #include "ptx/packed.cuh"
 #include "ptx/prefetch.cuh"
@@ -249,24 +251,20 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
   }
   const uint32_t coded = smem_addr(smem.q) + tile::swizzle_128b(tile::fragment_row_again(), c / 2) + c % 2 * 8;
 #pragma unroll 1
-  for (int t = 0; t < 4; t++) {
-    const uint32_t tiles = 2 * t * tile::kTileBytes;  // of the low codes; those of the high ones are the next
-    uint4 v[2][4];                                    // row, 32 dims: dims 8 c to 8 c + 7 of them
+  for (int i = 0; i < 8; i++) {
+    const int r = i % 2;
+    const uint32_t tiles = i / 2 * 2 * tile::kTileBytes + r * kRow;  // of the low codes; those of the high ones are the next
+    const uint32_t unit = r == 0 ? factor[0] : factor[1];
+    uint4 v[4];  // 32 dims each: dims 8 c to 8 c + 7 of them
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        v[r][i] = ptx::ld_shared_v4((copied ^ i % 2 * 64) + tiles + i / 2 * tile::kTileBytes + r * kRow);
+    for (int d = 0; d < 4; d++) v[d] = ptx::ld_shared_v4((copied ^ d % 2 * 64) + tiles + d / 2 * tile::kTileBytes);
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const CodePair a = split_codes(v[r][i].x, v[r][i].y, factor[r]), b = split_codes(v[r][i].z, v[r][i].w, factor[r]);
-        const uint32_t low = (coded ^ 32 * i) + tiles + r * kRow;
-        ptx::st_shared_v2(low, make_uint2(a.low, b.low));
-        ptx::st_shared_v2(low + tile::kTileBytes, make_uint2(a.high, b.high));
-      }
+    for (int d = 0; d < 4; d++) {
+      const CodePair a = split_codes(v[d].x, v[d].y, unit), b = split_codes(v[d].z, v[d].w, unit);
+      ptx::st_shared_v2((coded ^ 32 * d) + tiles, make_uint2(a.low, b.low));
+      ptx::st_shared_v2((coded ^ 32 * d) + tiles + tile::kTileBytes, make_uint2(a.high, b.high));
+    }
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
@@ -320,21 +318,95 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
   }
 }
 
+// Two e4m3 rows of Q as A fragments of four steps of 16 dims, of which lane c of a quad has dims 16 c to 16 c + 15 of 64: high and
+// low codes together are a number of fp16.
+__device__ __forceinline__ void load_query_fragments(uint32_t (&a)[4][4], uint32_t low) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const uint4 l = ptx::ld_shared_v4(low + 8 * r * tile::kTileRowBytes);
+    const uint4 h = ptx::ld_shared_v4(low + 8 * r * tile::kTileRowBytes + tile::kTileBytes);
+    const uint32_t lows[4] = {l.x, l.y, l.z, l.w}, highs[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      a[i][r] = ptx::add_rn_f16x2(ptx::cvt_rn_f16x2_e4m3x2_low(highs[i]), ptx::cvt_rn_f16x2_e4m3x2_low(lows[i]));
+      a[i][r + 2] = ptx::add_rn_f16x2(ptx::cvt_rn_f16x2_e4m3x2_high(highs[i]), ptx::cvt_rn_f16x2_e4m3x2_high(lows[i]));
+    }
+  }
+}
+
+// The same S without the tensor cores' short sums: a warp multiplies its 16 rows as fp16. Takes about as long as all else of a block.
+template <class Config>
+__device__ __forceinline__ void multiply_exactly(float (&s)[32], typename Config::Storage& smem, int stage) {
+  const int lane = ptx::tid_x() % 32, g = lane / 4, c = lane % 4;
+  const uint32_t q = smem_addr(smem.q) + tile::swizzle_128b(tile::fragment_row_again(), c);
+  const uint32_t k = smem_addr(smem.k[stage]) + tile::swizzle_128b(g, c);
+#pragma unroll
+  for (int i = 0; i < 32; i++) s[i] = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {  // RoPE: 8 of the bf16 of 32 dims a lane, two steps
+    const uint4 q0 = ptx::ld_shared_v4((q ^ 64 * half) + 8 * tile::kTileBytes);
+    const uint4 q1 = ptx::ld_shared_v4((q ^ 64 * half) + 8 * tile::kTileBytes + 8 * tile::kTileRowBytes);
+    const uint32_t a[2][4] = {{q0.x, q1.x, q0.y, q1.y}, {q0.z, q1.z, q0.w, q1.w}};
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const uint4 b = ptx::ld_shared_v4((k ^ 64 * half) + 4 * tile::kTileBytes + n * tile::kSwizzleAtomBytes);
+      float(&d)[4] = reinterpret_cast<float(&)[4]>(s[4 * n]);
+      ptx::mma_m16n8k16_bf16(d, a[0], b.x, b.y);
+      ptx::mma_m16n8k16_bf16(d, a[1], b.z, b.w);
+    }
+  }
+#pragma unroll 1
+  for (int i = 0; i < 8; i++) {  // 64 dims
+    const int t = i / 2, half = i % 2;
+    uint32_t a[4][4];
+    load_query_fragments(a, (q ^ 64 * half) + 2 * t * tile::kTileBytes);
+    const uint32_t from = (k ^ 64 * half) + t * tile::kTileBytes;
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      float sums[8] = {};
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        const uint4 v = ptx::ld_shared_v4(from + (n + m) * tile::kSwizzleAtomBytes);
+        const uint32_t codes[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+          ptx::mma_m16n8k16_f16(reinterpret_cast<float(&)[4]>(sums[4 * m]), a[step], ptx::cvt_rn_f16x2_e4m3x2_low(codes[step]),
+                                ptx::cvt_rn_f16x2_e4m3x2_high(codes[step]));
+      }
+      const float4 column = load_columns(smem.scales[stage].key[t], n / 2);
+#pragma unroll
+      for (int j = 0; j < 8; j++) s[4 * n + j] += sums[j] * of_column(column, j);
+    }
+  }
+}
+
+// Where the log-sum-exp of a row (log2) has passed this, up or down, scores are so large that 13 bits of them are not enough.
+constexpr float kExactFrom = 40.0f;
+// Of a warp's flags: bit i of the first two: its flag in factors[i] is not 0; its scores of this request are multiplied exactly; P
+// of the block before is not announced yet.
+constexpr uint32_t kRescaled = 3, kExact = 4, kPending = 8;
+
 // P = 2^(s - maximum) in fp16, and the row sums. A probability is as precise in fp16 wherever it lies between 2^-14 and the largest
 // finite one, so it may outgrow its row's maximum by far: P is made relative to the maxima so far, and again only where one of the
 // warp's rows has outgrown its own by 2^8. raise: the maxima are raised first. Returns whether they were; rescale0, rescale1:
 // factors for what was accumulated before.
+// finish(exact): makes s of sums of products, log2 of what P is; exact: of sums that it takes anew. flags: get kExact once this warp
+// needs those for the present request.
+template <class Finish>
 __device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&s)[32], const float (&inverse)[64],
                                                    attention::RowState& row0, attention::RowState& row1, bool raise,
-                                                   float& rescale0, float& rescale1) {
+                                                   float& rescale0, float& rescale1, uint32_t& flags, Finish finish) {
   constexpr uint32_t kBeyondLargest = 0x23ff23ff;  // added to a probability above 2^8, sets its sign
   rescale0 = rescale1 = 1.0f;
-  for (;; raise = true) {
+  bool finished = false;
+  for (;;) {
+    if (!finished) finish((flags & kExact) != 0);
+    finished = true;
     if (raise) {
       float max0, max1;
       attention::row_max(s, max0, max1);
-      rescale0 = row0.raise(max0);
-      rescale1 = row1.raise(max1);
+      rescale0 *= row0.raise(max0);
+      rescale1 *= row1.raise(max1);
     }
     float sum0 = row0.sum, sum1 = row1.sum;
     uint32_t largest = 0;
@@ -353,10 +425,25 @@ __device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&
         largest = ptx::max_u16x2(largest, p[i][j / 2]);
       }
     }
-    if (raise || !__any_sync(kFullWarp, (largest + kBeyondLargest & 0x80008000) != 0)) {
+    const float exact_from = (flags & kExact) != 0 ? infinity() : kExactFrom;
+    bool inexact = (sum0 > ptx::ex2_approx_ftz(exact_from - row0.max_log2)) |
+                   (sum1 > ptx::ex2_approx_ftz(exact_from - row1.max_log2));
+    bool outgrown = (largest + kBeyondLargest & 0x80008000) != 0;
+    if (raise) {
+      outgrown = false;
+      const float all0 = tile::quad_sum(sum0), all1 = tile::quad_sum(sum1);
+      inexact |= (all0 > 0.0f & all0 < ptx::ex2_approx_ftz(-exact_from - row0.max_log2)) |
+                 (all1 > 0.0f & all1 < ptx::ex2_approx_ftz(-exact_from - row1.max_log2));
+    }
+    if (!__any_sync(kFullWarp, outgrown | inexact)) {
       row0.sum = sum0;
       row1.sum = sum1;
       return raise;
+    }
+    raise = true;
+    if (__any_sync(kFullWarp, inexact)) {
+      flags |= kExact;
+      finished = false;
     }
   }
 }
@@ -383,7 +470,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> ring;
   uint32_t count = 0;  // of the blocks before: its lowest bit is the index of p, the next the parity of p's barriers
-  uint32_t flags = 3;  // bit i: this warp's flag in factors[i] is not 0
+  uint32_t flags = kRescaled;
   int next = next_request<Config>(params, plan, plan.begin_req);  // whose Q is loaded next
   if (next <= plan.end_req) request_query<Config>(params, next, smem);
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
@@ -398,44 +485,50 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       end_block = fragment.end_block;
     }
     float scale0 = 0.0f, scale1 = 0.0f;
+    flags &= kRescaled;
     if (block < end_block) {
       encode_query<Config>(smem);
       next = next_request<Config>(params, plan, req + 1);
       scale0 = params.scale_log2 * smem.q_unit[tile::fragment_row_again()];
       scale1 = params.scale_log2 * smem.q_unit[tile::fragment_row_again() + 8];
     }
-    bool pending = false;  // P of the block before is not announced yet
     for (; block < end_block; block++) {
       float s[32];
       const bool last = block + 1 == end_block;
       float4 columns[2];
       compute_products<Config>(s, columns, smem, ring, [&] {
-        if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+        if ((flags & kPending) != 0) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
       });
-      if (last && next <= plan.end_req) {
-        ptx::bar_sync(kScoreBarrier, 128);  // no warp's products read Q any more
-        request_query<Config>(params, next, smem);
-      }
-      // From here on log2 of what P is: of the probability times the token's unit.
-      const TokenScales& scales = smem.scales[ring.stage];
+      const auto finish = [&](bool exact) {  // log2 of what P is: of the probability times the token's unit
+        const TokenScales& scales = smem.scales[ptx::opaque(ring.stage)];  // or all addresses are kept
+        if (exact) {
+          multiply_exactly<Config>(s, smem, ring.stage);
+          for (int i = 0; i < 2; i++) columns[i] = load_columns(scales.exponent, i);
+        }
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 4; i++) {
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-          s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i % 2], j);
-        if (i < 2) columns[i] = load_columns(scales.exponent, i + 2);
-      }
-      if constexpr (Config::kPaged)
-        if (params.causal) mask_unseen<Config>(params, req, block, s);
+          for (int j = 0; j < 8; j++)
+            s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i % 2], j);
+          if (i < 2) columns[i] = load_columns(scales.exponent, i + 2);
+        }
+        if constexpr (Config::kPaged)
+          if (params.causal) mask_unseen<Config>(params, req, ptx::opaque(block), s);
+      };
       float rescale0, rescale1;
       uint32_t p[4][4];
-      const bool rescales = make_probabilities(p, s, scales.inverse, state0, state1, !pending, rescale0, rescale1);
+      const bool rescales =
+          make_probabilities(p, s, smem.scales[ring.stage].inverse, state0, state1, (flags & kPending) == 0, rescale0, rescale1, flags, finish);
+      if (last && next <= plan.end_req) {
+        ptx::bar_sync(kScoreBarrier, 128);  // no warp reads Q any more
+        request_query<Config>(params, next, smem);
+      }
       ring.advance();
 
       tile::wait(smem_addr(&smem.p_empty[count & 1]), ~count >> 1 & 1);
       attention::store_probabilities(p, smem_addr(smem.p[count & 1]), ptx::tid_x() % 128);
       const uint32_t flag = 1u << (count & 1);
-      if (rescales || last || flags != 0) {  // hardly ever
+      if (rescales || last || (flags & kRescaled) != 0) {  // hardly ever
         Factors& factors = smem.factors[count & 1];
         const int row = tile::fragment_row_again();
         if (last) {
@@ -455,8 +548,8 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
         flags = rescales ? flags | flag : flags & ~flag;
       }
       count++;
-      pending = !last;
-      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+      flags |= kPending;
+      if (last) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
     }
     const int slot = partial_slot(params, plan, req), row_again = tile::fragment_row_again();
     store_lse(params, slot, req, query_row<Config>(params, row_again), state0);

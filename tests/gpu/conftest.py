@@ -10,6 +10,6 @@ from flashmla_cupy.ops.sparse_decode import with_codes
 
 @pytest.fixture(autouse=True, scope="session")
 def experimental():
-    """Where a test does not ask for it, no call gets the kernel that multiplies codes: budgets are those of the others."""
+    """No call gets the kernel that multiplies codes unless it is asked for: budgets are those of the others."""
     with experimental_kernels(), with_codes(False):
         yield
