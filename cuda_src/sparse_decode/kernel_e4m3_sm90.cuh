@@ -395,7 +395,8 @@ __device__ __forceinline__ void multiply_exactly(float (&s)[32], typename Config
   }
 }
 
-// 13 bits of a score are not enough once the log-sum-exp of its row (log2) is beyond this, or below its negative.
+// 13 bits of a score are not enough once the log-sum-exp of its row (log2) is beyond this, or below its negative. A thread looks at
+// its quarter of the row, so beyond means 2 more at the latest.
 constexpr float kExactFrom = 40.0f;
 // Of a score warp. kRescaled, bit i: its flag in factors[i] is not 0. kExact: it multiplies exactly for the rest of this request.
 // kPending: P of the block before is not announced yet.
