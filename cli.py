@@ -134,16 +134,16 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
 @click.option("--graph", is_flag=True, help="Measure every row inside a CUDA graph (small batches always are).")
 @click.option("--host", is_flag=True, help="Only the host time of an eager call and the first-call times.")
 @click.option("--crossover", is_flag=True, help="sparse_decode: two CTAs share the dequantizing, which is not faster.")
-@click.option("--codes", is_flag=True, help="sparse_decode: multiply FP8 codes as they are (experimental).")
+@click.option("--codes/--no-codes", default=None,
+              help="sparse_decode: by the kernel that multiplies FP8 codes as they are, or not (else as calls get it).")
 @click.option("--repeats", default=15, show_default=True, type=click.IntRange(1), help="Repetitions behind a median.")
 @click.option("--plot", type=PNG, help="Write a roofline PNG.")
 @click.option("--json", "json_path", type=FILE, help="Write every figure.")
 @EXPERIMENTAL
 def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool, host: bool, crossover: bool,
-          codes: bool, repeats: int, plot: Path | None, json_path: Path | None) -> None:
+          codes: bool | None, repeats: int, plot: Path | None, json_path: Path | None) -> None:
     """Time the kernels, and peers on the same arrays in the same run (kv_quant: a plain copy)."""
     from flashmla_cupy.ops import sparse_decode
-    from flashmla_cupy.ops._select import experimental_kernels
     from flashmla_cupy.runtime import env as variables
     from flashmla_cupy.testing import bench as timing
     from flashmla_cupy.testing import bench_cases, peers, report
@@ -157,10 +157,10 @@ def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool
                          ("plot", "--plot")):
         if host and given(name) is not click.core.ParameterSource.DEFAULT:
             raise ValueError(f"{option}: got it with --host, expected only one of the two: --host measures no rows")
-    for wanted, option in ((crossover, "--crossover"), (codes, "--codes")):
+    for wanted, option in ((crossover, "--crossover"), (codes is not None, "--codes")):
         if wanted and op != "sparse_decode":
             raise ValueError(f"{option}: got --op {op}, expected sparse_decode, which alone has it")
-    if crossover and codes:
+    if crossover and codes is not None:
         raise ValueError("--codes: got it with --crossover, expected only one of the two")
     if plot is not None and op == "kv_quant":
         raise ValueError("--plot: got a file, expected none with --op kv_quant, which has no FLOP for a roofline")
@@ -171,9 +171,8 @@ def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool
     out, rivals = console(), peers.load(list(peer_paths), op)
     if crossover:
         click.get_current_context().with_resource(sparse_decode.with_crossover())
-    if codes:
-        click.get_current_context().with_resource(experimental_kernels())
-        click.get_current_context().with_resource(sparse_decode.with_codes(True))
+    if codes is not None:
+        click.get_current_context().with_resource(sparse_decode.with_codes(codes))
     out.print(f"[bold]{escape(machine.name)}[/], {op}")
     rows, figures = [], {}
     if host or pattern is None:

@@ -287,24 +287,24 @@ __device__ __forceinline__ void compute_scores(const DenseDecodeParams& params, 
       attention::pack_probabilities<typename Config::Element>(s, p);
       attention::store_probabilities(p, smem_addr(smem.rope_or_p[k_ring.stage]), threadIdx.x % 128);
       k_ring.advance();
-      if (rescales && (threadIdx.x & 3) == 0) {
-        smem.rescale[tile::fragment_row()] = rescale0;
-        smem.rescale[tile::fragment_row() + 8] = rescale1;
-      }
       if (tile::lane_id() == 0) smem.rescales[tile::warp_in_group()] = rescales;
-      if (block + 1 == end_block) {
-        state0.sum = tile::quad_sum(state0.sum);
-        state1.sum = tile::quad_sum(state1.sum);
+      if (rescales || block + 1 == end_block) {
         if ((threadIdx.x & 3) == 0) {
-          smem.inv_sum[tile::fragment_row()] = state0.sum == 0.0f ? 0.0f : 1.0f / state0.sum;
-          smem.inv_sum[tile::fragment_row() + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
+          smem.rescale[tile::fragment_row()] = rescale0;
+          smem.rescale[tile::fragment_row() + 8] = rescale1;
+        }
+        if (block + 1 == end_block) {
+          state0.sum = tile::quad_sum(state0.sum);
+          state1.sum = tile::quad_sum(state1.sum);
+          if ((threadIdx.x & 3) == 0) {
+            smem.inv_sum[tile::fragment_row()] = state0.sum == 0.0f ? 0.0f : 1.0f / state0.sum;
+            smem.inv_sum[tile::fragment_row() + 8] = state1.sum == 0.0f ? 0.0f : 1.0f / state1.sum;
+          }
+          ptx::fence_proxy_async();
+          arrive_once_per_warp(smem_addr(&smem.p_full));
         }
       }
-      pending = block + 1 < end_block;
-      if (!pending) {
-        ptx::fence_proxy_async();
-        arrive_once_per_warp(smem_addr(&smem.p_full));
-      }
+      pending = true;
     }
     const int slot = load_fragment(params, plan, req).slot;
     store_lse(params, slot, req, row, state0.max_log2 + ptx::lg2_approx_ftz(state0.sum));

@@ -1,4 +1,4 @@
-// Arithmetic on pairs of 16-bit values (PTX ISA: mul, sub and max on .f16x2, .bf16x2 and .u16x2; sm_90 or higher).
+// Arithmetic on pairs of 16-bit values (PTX ISA: add, mul, sub and max on .f16x2, .bf16x2 and .u16x2; sm_90 or higher).
 #pragma once
 #include "common/types.cuh"
 
@@ -8,6 +8,11 @@ namespace flashmla::ptx {
 __device__ __forceinline__ uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ uint32_t add_rn_f16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 __device__ __forceinline__ uint32_t sub_rn_f16x2(uint32_t a, uint32_t b) {

@@ -5,7 +5,7 @@
 // Method: the pipeline of dense_decode, on codes as they lie in the cache: nothing is dequantized into shared memory.
 // Scores: e4m3 tensor cores multiply K's codes by Q, which is the sum of two e4m3 numbers, high and low: together they hold
 // every bit of a bf16 value, to 2^-17 of its row's largest. Each 128 dims are summed apart, for their scale is the token's.
-// RoPE stays bf16.
+// RoPE stays bf16. Those tensor cores keep 13 bits of a sum: where scores are large, a warp multiplies its rows again, as fp16.
 // Output: transposed, O^T += V^T P^T, for a register operand of wgmma is its left one: V^T becomes fp16 on the way from shared
 // memory to registers, and P lies as its columns are needed. V is relative to a power of two for each token (its unit, from its
 // largest scale), P has that power in it: the maximum that probabilities are relative to is that of score + log2(unit).
@@ -26,7 +26,6 @@
 #include "attention/epilogue.cuh"
 #include "attention/half_partial.cuh"
 #include "attention/online_softmax.cuh"
-#include "attention/output_tile.cuh"
 #include "attention/split.cuh"
 #include "common/check.cuh"
 #include "common/math.cuh"
@@ -34,18 +33,22 @@
 #include "ptx/bar.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cp_async_bulk.cuh"
+#include "ptx/cvt_fp8.cuh"
 #include "ptx/cvt_fp8_halves.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/ld_st.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/movmatrix.cuh"
 #include "ptx/packed.cuh"
 #include "ptx/prefetch.cuh"
 #include "ptx/prmt.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/special_register.cuh"
+#include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_e4m3.cuh"
 #include "sparse_decode/config_e4m3.cuh"
@@ -63,6 +66,12 @@ using tile::smem_addr;
 constexpr uint32_t kScoreBarrier = 1;   // named barriers, one a warpgroup
 constexpr uint32_t kOutputBarrier = 2;  // + half
 
+// Bytes from the beginning of a struct.
+template <class Storage, class Member>
+__device__ __forceinline__ uint32_t offset_of(Member Storage::*member) {
+  return (uint32_t)reinterpret_cast<uint64_t>(&(static_cast<Storage*>(nullptr)->*member));
+}
+
 // Two neighbours of an array of floats in shared memory.
 __device__ __forceinline__ float2 load_pair(const float* at) {
   const uint2 v = ptx::ld_shared_v2(smem_addr(at));
@@ -75,12 +84,20 @@ __device__ __forceinline__ int column_order(int token) {
   const int c = token % 8 / 2;
   return 16 * c + (token / 16 ^ c / 2) * 4 + token / 8 % 2 * 2 + token % 2;
 }
-// Those of accumulators 8 i to 8 i + 7: of token 16 i + 2 (lane % 4) and the next, and of those 8 further.
-__device__ __forceinline__ float4 load_columns(const float (&values)[64], int i) {
-  const int c = tile::lane_id() & 3;
-  const uint4 v = ptx::ld_shared_v4((smem_addr(values) + 64 * c + c / 2 * 16) ^ 16 * i);
+// Where a lane finds those of its columns, from an array's beginning.
+__device__ __forceinline__ int lane_columns() {
+  const int c = ptx::tid_x() & 3;
+  return 64 * c + c / 2 * 16;
+}
+// Those of accumulators 8 i to 8 i + 7: of token 16 i + 2 (lane % 4) and the next, and of those 8 further. scales: the TokenScales,
+// from lane_columns on; array: the offset of one in it.
+__device__ __forceinline__ float4 load_columns(uint32_t scales, int array, int i) {
+  const uint4 v = ptx::ld_shared_v4((scales ^ 16 * i) + array);
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
+__device__ __forceinline__ int key_scales(int tile) { return offset_of(&TokenScales::key) + tile * 64 * sizeof(float); }
+__device__ __forceinline__ int exponents() { return offset_of(&TokenScales::exponent); }
+__device__ __forceinline__ int inverses() { return offset_of(&TokenScales::inverse); }
 // The one that belongs to accumulator j of these eight.
 __device__ __forceinline__ float of_column(const float4& columns, int j) {
   return j < 4 ? (j % 2 == 0 ? columns.x : columns.y) : (j % 2 == 0 ? columns.z : columns.w);
@@ -179,7 +196,7 @@ __device__ __forceinline__ CodePair split_codes(uint32_t bf16_01, uint32_t bf16_
     const uint32_t x = ptx::mul_rn_bf16x2(i == 0 ? bf16_01 : bf16_23, inverse_unit);
     const uint32_t halves = ptx::cvt_rn_f16x2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
     high[i] = ptx::cvt_rn_satfinite_e4m3x2_f16x2(halves);
-    low[i] = ptx::cvt_rn_satfinite_e4m3x2_f16x2(ptx::sub_rn_f16x2(halves, ptx::cvt_rn_f16x2_e4m3x2_low(high[i])));
+    low[i] = ptx::cvt_rn_satfinite_e4m3x2_f16x2(ptx::sub_rn_f16x2(halves, ptx::cvt_rn_f16x2_e4m3x2(high[i])));
   }
   return {high[0] | (uint32_t)high[1] << 16, low[0] | (uint32_t)low[1] << 16};
 }
@@ -214,16 +231,16 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
   const int c = ptx::tid_x() & 3;
   const uint32_t copied = smem_addr(smem.q) + tile::swizzle_128b(tile::fragment_row_again(), c);  // the chunk four further: ^ 64
   constexpr uint32_t kRow = 8 * tile::kTileRowBytes;  // from a thread's first row to its second
-  uint32_t factor[2];
+  uint32_t factor[2], largest_nope[2] = {0, 0};
+#pragma unroll 1
+  for (int t = 0; t < 8; t += 2)
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      largest_nope[i % 2] = ptx::max_u16x2(largest_nope[i % 2], largest_of(ptx::ld_shared_v4(
+                                (copied ^ i / 2 % 2 * 64) + (t + i / 4) * tile::kTileBytes + i % 2 * kRow)));
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    uint32_t largest = 0;
-#pragma unroll 1
-    for (int t = 0; t < 8; t += 4)
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        largest = ptx::max_u16x2(
-            largest, largest_of(ptx::ld_shared_v4((copied ^ i % 2 * 64) + (t + i / 2) * tile::kTileBytes + r * kRow)));
+    uint32_t largest = largest_nope[r];
     const uint32_t rope = copied + 8 * tile::kTileBytes + r * kRow;
     uint4 rope0 = ptx::ld_shared_v4(rope), rope1 = ptx::ld_shared_v4(rope ^ 64);
     const uint32_t largest_rope = ptx::max_u16x2(largest_of(rope0), largest_of(rope1));
@@ -249,37 +266,34 @@ __device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
   }
   const uint32_t coded = smem_addr(smem.q) + tile::swizzle_128b(tile::fragment_row_again(), c / 2) + c % 2 * 8;
 #pragma unroll 1
-  for (int t = 0; t < 4; t++) {
-    const uint32_t tiles = 2 * t * tile::kTileBytes;  // of the low codes; those of the high ones are the next
-    uint4 v[2][4];                                    // row, 32 dims: dims 8 c to 8 c + 7 of them
+  for (int i = 0; i < 8; i++) {
+    const int r = i % 2;
+    const uint32_t tiles = i / 2 * 2 * tile::kTileBytes + r * kRow;  // of the low codes; those of the high ones are the next
+    const uint32_t inverse_unit = r == 0 ? factor[0] : factor[1];
+    uint4 v[4];  // 32 dims each: dims 8 c to 8 c + 7 of them
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        v[r][i] = ptx::ld_shared_v4((copied ^ i % 2 * 64) + tiles + i / 2 * tile::kTileBytes + r * kRow);
+    for (int d = 0; d < 4; d++) v[d] = ptx::ld_shared_v4((copied ^ d % 2 * 64) + tiles + d / 2 * tile::kTileBytes);
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const CodePair a = split_codes(v[r][i].x, v[r][i].y, factor[r]), b = split_codes(v[r][i].z, v[r][i].w, factor[r]);
-        const uint32_t low = (coded ^ 32 * i) + tiles + r * kRow;
-        ptx::st_shared_v2(low, make_uint2(a.low, b.low));
-        ptx::st_shared_v2(low + tile::kTileBytes, make_uint2(a.high, b.high));
-      }
+    for (int d = 0; d < 4; d++) {
+      const CodePair a = split_codes(v[d].x, v[d].y, inverse_unit), b = split_codes(v[d].z, v[d].w, inverse_unit);
+      ptx::st_shared_v2((coded ^ 32 * d) + tiles, make_uint2(a.low, b.low));
+      ptx::st_shared_v2((coded ^ 32 * d) + tiles + tile::kTileBytes, make_uint2(a.high, b.high));
+    }
   }
   ptx::fence_proxy_async();
   ptx::bar_sync(kScoreBarrier, 128);
 }
 
-// S = Q K^T for one block, in units of Q's rows. done(): called when the products of the first two tiles are. columns: becomes the
-// first half of log2 of the tokens' units.
-template <class Config, class Done>
-__device__ __forceinline__ void compute_products(float (&s)[32], float4 (&columns)[2], typename Config::Storage& smem,
-                                                 const tile::RingPosition<Config::kStages>& ring, Done done) {
-  tile::wait(smem_addr(&smem.k_full[ring.stage]), ring.phase);
-  const uint64_t q_desc = tile::k_major_desc(smem_addr(smem.q));
-  const uint64_t k_desc = tile::k_major_desc(smem_addr(smem.k[ring.stage]));
+// S = Q K^T for one block, in units of Q's rows. tile_done(t): called when the products of tile t are. columns: becomes the first
+// half of log2 of the tokens' units.
+template <class Config, class TileDone>
+__device__ __forceinline__ void compute_products(float (&s)[32], float4 (&columns)[2], uint32_t smem, uint32_t scales,
+                                                 const tile::RingPosition<Config::kStages>& ring, TileDone tile_done) {
+  using Storage = typename Config::Storage;
+  tile::wait(smem + offset_of(&Storage::k_full) + 8 * ring.stage, ring.phase);
+  const uint64_t q_desc = tile::k_major_desc(smem + offset_of(&Storage::q));
+  const uint64_t k_desc = tile::k_major_desc(smem + offset_of(&Storage::k) + 5 * tile::kTileBytes * ring.stage);
   float sums[2][32];  // over a tile of 128 dims; of the low codes first, while it is small
   const auto start = [&](int t) {
 #pragma unroll
@@ -296,22 +310,21 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
                                     tile::advance(k_desc, 4 * tile::kTileBytes + i * tile::kKMajorStepBytes), i > 0);
   start(0);
   start(1);
-  const TokenScales& scales = smem.scales[ring.stage];
 #pragma unroll
-  for (int i = 0; i < 2; i++) columns[i] = load_columns(scales.key[0], i);
+  for (int i = 0; i < 2; i++) columns[i] = load_columns(scales, key_scales(0), i);
 #pragma unroll
   for (int t = 0; t < 4; t++) {
     if (t < 3)
       ptx::wgmma_wait_group<1>();
     else
       ptx::wgmma_wait_group<0>();
-    if (t == 1) done();
+    tile_done(t);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #pragma unroll
       for (int j = 0; j < 8; j++) s[8 * i + j] += sums[t % 2][8 * i + j] * of_column(columns[i % 2], j);
       columns[i % 2] =
-          i < 2 ? load_columns(scales.key[t], i + 2) : load_columns(t < 3 ? scales.key[t + 1] : scales.exponent, i - 2);
+          i < 2 ? load_columns(scales, key_scales(t), i + 2) : load_columns(scales, t < 3 ? key_scales(t + 1) : exponents(), i - 2);
     }
     if (t < 2) {
       ptx::wgmma_fence();
@@ -320,27 +333,114 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
   }
 }
 
+// Two rows of Q as A fragments of four steps of 16 of 64 dims, of which lane c of a quad has dims 16 c to 16 c + 15. low: where its
+// low codes are. A high and a low one together are a number of fp16.
+__device__ __forceinline__ void load_query_fragments(uint32_t (&a)[4][4], uint32_t low) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const uint4 l = ptx::ld_shared_v4(low + 8 * r * tile::kTileRowBytes);
+    const uint4 h = ptx::ld_shared_v4(low + 8 * r * tile::kTileRowBytes + tile::kTileBytes);
+    const uint32_t lows[4] = {l.x, l.y, l.z, l.w}, highs[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      a[i][r] = ptx::add_rn_f16x2(ptx::cvt_rn_f16x2_e4m3x2_low(highs[i]), ptx::cvt_rn_f16x2_e4m3x2_low(lows[i]));
+      a[i][r + 2] = ptx::add_rn_f16x2(ptx::cvt_rn_f16x2_e4m3x2_high(highs[i]), ptx::cvt_rn_f16x2_e4m3x2_high(lows[i]));
+    }
+  }
+}
+
+// The same S with sums in float32, of a warp's 16 rows, as fp16. A block takes two and a half times as long with it.
+template <class Config>
+__device__ __forceinline__ void multiply_exactly(float (&s)[32], typename Config::Storage& smem, uint32_t scales, int stage) {
+  const int lane = ptx::tid_x() % 32, g = lane / 4, c = lane % 4;
+  const uint32_t q = smem_addr(smem.q) + tile::swizzle_128b(tile::fragment_row_again(), c);
+  const uint32_t k = smem_addr(smem.k[stage]) + tile::swizzle_128b(g, c);
+#pragma unroll
+  for (int i = 0; i < 32; i++) s[i] = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {  // RoPE: 8 of the bf16 of 32 dims a lane, two steps
+    const uint4 q0 = ptx::ld_shared_v4((q ^ 64 * half) + 8 * tile::kTileBytes);
+    const uint4 q1 = ptx::ld_shared_v4((q ^ 64 * half) + 8 * tile::kTileBytes + 8 * tile::kTileRowBytes);
+    const uint32_t a[2][4] = {{q0.x, q1.x, q0.y, q1.y}, {q0.z, q1.z, q0.w, q1.w}};
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const uint4 b = ptx::ld_shared_v4((k ^ 64 * half) + 4 * tile::kTileBytes + n * tile::kSwizzleAtomBytes);
+      float(&d)[4] = reinterpret_cast<float(&)[4]>(s[4 * n]);
+      ptx::mma_m16n8k16_bf16(d, a[0], b.x, b.y);
+      ptx::mma_m16n8k16_bf16(d, a[1], b.z, b.w);
+    }
+  }
+#pragma unroll 1
+  for (int i = 0; i < 8; i++) {  // 64 dims
+    const int t = i / 2, half = i % 2;
+    uint32_t a[4][4];
+    load_query_fragments(a, (q ^ 64 * half) + 2 * t * tile::kTileBytes);
+    const uint32_t from = (k ^ 64 * half) + t * tile::kTileBytes;
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      float sums[8] = {};
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        const uint4 v = ptx::ld_shared_v4(from + (n + m) * tile::kSwizzleAtomBytes);
+        const uint32_t codes[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int step = 0; step < 4; step++)
+          ptx::mma_m16n8k16_f16(reinterpret_cast<float(&)[4]>(sums[4 * m]), a[step], ptx::cvt_rn_f16x2_e4m3x2_low(codes[step]),
+                                ptx::cvt_rn_f16x2_e4m3x2_high(codes[step]));
+      }
+      const float4 column = load_columns(scales, key_scales(t), n / 2);
+#pragma unroll
+      for (int j = 0; j < 8; j++) s[4 * n + j] += sums[j] * of_column(column, j);
+    }
+  }
+}
+
+// 13 bits of a score are not enough once the log-sum-exp of its row (log2) is beyond this, or below its negative. A thread looks at
+// its quarter of the row, so beyond means 2 more at the latest.
+constexpr float kExactFrom = 40.0f;
+// Of a score warp. kRescaled, bit i: its flag in factors[i] is not 0. kExact: it multiplies exactly for the rest of this request.
+// kPending: P of the block before is not announced yet.
+constexpr uint32_t kRescaled = 3, kExact = 4, kPending = 8;
+
 // P = 2^(s - maximum) in fp16, and the row sums. A probability is as precise in fp16 wherever it lies between 2^-14 and the largest
 // finite one, so it may outgrow its row's maximum by far: P is made relative to the maxima so far, and again only where one of the
 // warp's rows has outgrown its own by 2^8. raise: the maxima are raised first. Returns whether they were; rescale0, rescale1:
-// factors for what was accumulated before.
-__device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&s)[32], const float (&inverse)[64],
-                                                   attention::RowState& row0, attention::RowState& row1, bool raise,
-                                                   float& rescale0, float& rescale1) {
+// factors for what was accumulated before. flags: get kExact once this warp needs exact sums for the present request.
+// exactly(): takes the sums of products anew. finish(): makes of them log2 of what P is. mask(), if `masks`: takes tokens away.
+// What is rare stands behind one branch before the softmax and one after it, for a branch that is taken costs 25 cycles.
+template <class Exactly, class Finish, class Mask>
+__device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&s)[32], uint32_t scales,
+                                                   attention::RowState& row0, attention::RowState& row1, bool raise, bool masks,
+                                                   float& rescale0, float& rescale1, uint32_t& flags, Exactly exactly,
+                                                   Finish finish, Mask mask) {
   constexpr uint32_t kBeyondLargest = 0x23ff23ff;  // added to a probability above 2^8, sets its sign
   rescale0 = rescale1 = 1.0f;
-  for (;; raise = true) {
-    if (raise) {
-      float max0, max1;
-      attention::row_max(s, max0, max1);
-      rescale0 = row0.raise(max0);
-      rescale1 = row1.raise(max1);
+  bool unusual = raise | masks | (flags & kExact) != 0, finished = false;
+  float sum0, sum1;
+  for (;; unusual = true) {
+    if (unusual) {
+      if (!finished) {
+        if ((flags & kExact) != 0) exactly();
+        finish();
+        if (masks) mask();
+      }
+      if (raise) {
+        float max0, max1;
+        attention::row_max(s, max0, max1);
+        rescale0 *= row0.raise(max0);
+        rescale1 *= row1.raise(max1);
+      }
+    } else {
+      finish();
     }
-    float sum0 = row0.sum, sum1 = row1.sum;
+    finished = true;
+    sum0 = row0.sum;
+    sum1 = row1.sum;
     uint32_t largest = 0;
+    const uint32_t scales_again = ptx::opaque(scales);  // or four addresses are kept
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float4 column = load_columns(inverse, i);
+      const float4 column = load_columns(scales_again, inverses(), i);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         const bool first = j % 4 < 2;
@@ -353,12 +453,24 @@ __device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&
         largest = ptx::max_u16x2(largest, p[i][j / 2]);
       }
     }
-    if (raise || !__any_sync(kFullWarp, (largest + kBeyondLargest & 0x80008000) != 0)) {
-      row0.sum = sum0;
-      row1.sum = sum1;
-      return raise;
+    const float exact_from = (flags & kExact) != 0 ? infinity() : kExactFrom;
+    bool inexact = (sum0 > ptx::ex2_approx_ftz(exact_from - row0.max_log2)) |
+                   (sum1 > ptx::ex2_approx_ftz(exact_from - row1.max_log2));
+    if (!__any_sync(kFullWarp, raise | inexact | ((largest + kBeyondLargest & 0x80008000) != 0))) break;
+    if (!raise) {
+      raise = true;
+      continue;
     }
+    const float all0 = tile::quad_sum(sum0), all1 = tile::quad_sum(sum1);
+    inexact |= (all0 > 0.0f & all0 < ptx::ex2_approx_ftz(-exact_from - row0.max_log2)) |
+               (all1 > 0.0f & all1 < ptx::ex2_approx_ftz(-exact_from - row1.max_log2));
+    if (!__any_sync(kFullWarp, inexact)) break;
+    flags |= kExact;
+    finished = false;
   }
+  row0.sum = sum0;
+  row1.sum = sum1;
+  return raise;
 }
 
 // The sum of a whole row, from those of its four threads.
@@ -383,7 +495,12 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> ring;
   uint32_t count = 0;  // of the blocks before: its lowest bit is the index of p, the next the parity of p's barriers
-  uint32_t flags = 3;  // bit i: this warp's flag in factors[i] is not 0
+  uint32_t flags = kRescaled;
+  using Storage = typename Config::Storage;
+  const uint32_t smem_base = ptx::opaque(smem_addr(&smem));  // or it is worked out anew in every block
+  const uint32_t scales_place = ptx::opaque(smem_addr(smem.scales) + lane_columns());
+  const uint32_t p_place = ptx::opaque(
+      smem_addr(smem.p) + tile::swizzle_128b(ptx::tid_x() % 128 / 32 * 16 + ptx::tid_x() % 16, ptx::tid_x() % 32 / 16));
   int next = next_request<Config>(params, plan, plan.begin_req);  // whose Q is loaded next
   if (next <= plan.end_req) request_query<Config>(params, next, smem);
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
@@ -397,45 +514,53 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       block = fragment.begin_block;
       end_block = fragment.end_block;
     }
-    float scale0 = 0.0f, scale1 = 0.0f;
+    flags &= kRescaled;
     if (block < end_block) {
       encode_query<Config>(smem);
       next = next_request<Config>(params, plan, req + 1);
-      scale0 = params.scale_log2 * smem.q_unit[tile::fragment_row_again()];
-      scale1 = params.scale_log2 * smem.q_unit[tile::fragment_row_again() + 8];
     }
-    bool pending = false;  // P of the block before is not announced yet
     for (; block < end_block; block++) {
       float s[32];
       const bool last = block + 1 == end_block;
       float4 columns[2];
-      compute_products<Config>(s, columns, smem, ring, [&] {
-        if (pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+      const uint32_t scales = scales_place + sizeof(TokenScales) * ring.stage;
+      float scale0, scale1;
+      compute_products<Config>(s, columns, smem_base, scales, ring, [&](int tile) {
+        if (tile == 1 && (flags & kPending) != 0) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+        if (tile == 3) {
+          scale0 = params.scale_log2 * smem.q_unit[tile::fragment_row_again()];
+          scale1 = params.scale_log2 * smem.q_unit[tile::fragment_row_again() + 8];
+        }
       });
-      if (last && next <= plan.end_req) {
-        ptx::bar_sync(kScoreBarrier, 128);  // no warp's products read Q any more
-        request_query<Config>(params, next, smem);
-      }
-      // From here on log2 of what P is: of the probability times the token's unit.
-      const TokenScales& scales = smem.scales[ring.stage];
+      const auto exactly = [&] {
+        multiply_exactly<Config>(s, smem, scales, ring.stage);
+        for (int i = 0; i < 2; i++) columns[i] = load_columns(scales, exponents(), i);
+      };
+      const auto finish = [&] {  // log2 of what P is: of the probability times the token's unit
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 4; i++) {
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-          s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i % 2], j);
-        if (i < 2) columns[i] = load_columns(scales.exponent, i + 2);
-      }
-      if constexpr (Config::kPaged)
-        if (params.causal) mask_unseen<Config>(params, req, block, s);
+          for (int j = 0; j < 8; j++)
+            s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i % 2], j);
+          if (i < 2) columns[i] = load_columns(scales, exponents(), i + 2);
+        }
+      };
+      const auto mask = [&] {
+        if constexpr (Config::kPaged) mask_unseen<Config>(params, req, ptx::opaque(block), s);
+      };
       float rescale0, rescale1;
       uint32_t p[4][4];
-      const bool rescales = make_probabilities(p, s, scales.inverse, state0, state1, !pending, rescale0, rescale1);
+      const bool rescales =
+          make_probabilities(p, s, ptx::opaque(scales), state0, state1, (flags & kPending) == 0, Config::kPaged && params.causal,
+                             rescale0, rescale1, flags, exactly, finish, mask);
       ring.advance();
 
-      tile::wait(smem_addr(&smem.p_empty[count & 1]), ~count >> 1 & 1);
-      attention::store_probabilities(p, smem_addr(smem.p[count & 1]), ptx::tid_x() % 128);
+      tile::wait(smem_base + offset_of(&Storage::p_empty) + 8 * (count & 1), ~count >> 1 & 1);
+#pragma unroll
+      for (int k = 0; k < 4; k++)  // 16 of the 64 tokens
+        ptx::stmatrix_x4((p_place ^ 32 * k) + (count & 1) * tile::kTileBytes, p[k][0], p[k][1], p[k][2], p[k][3]);
       const uint32_t flag = 1u << (count & 1);
-      if (rescales || last || flags != 0) {  // hardly ever
+      if (rescales || last || (flags & kRescaled) != 0) {  // hardly ever
         Factors& factors = smem.factors[count & 1];
         const int row = tile::fragment_row_again();
         if (last) {
@@ -453,10 +578,16 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
         }
         if (tile::lane_id() == 0) factors.rescales[tile::warp_in_group()] = rescales;
         flags = rescales ? flags | flag : flags & ~flag;
+        if (last) {
+          arrive_once_per_warp(smem_addr(&smem.p_full[count & 1]));
+          if (next <= plan.end_req) {
+            ptx::bar_sync(kScoreBarrier, 128);  // no warp reads Q any more
+            request_query<Config>(params, next, smem);
+          }
+        }
       }
       count++;
-      pending = !last;
-      if (!pending) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
+      flags |= kPending;
     }
     const int slot = partial_slot(params, plan, req), row_again = tile::fragment_row_again();
     store_lse(params, slot, req, query_row<Config>(params, row_again), state0);

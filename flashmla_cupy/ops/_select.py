@@ -113,7 +113,7 @@ _SPARSE_DECODE, _CROSSOVER_DECODE, _PAGED_FP8_DECODE, _PAGED_CROSSOVER_DECODE = 
 _CODES_DECODE, _PAGED_CODES_DECODE = (
     {("bfloat16", kv_format.V32.d_qk): KernelSpec("sparse_decode", "e4m3_sm90",
                                                   ("sparse_decode::E4m3<kv_format::V32>", paged, "false"),
-                                                  (kv_format.V32.name, tag), "SparseDecodeParams", experimental=True)}
+                                                  (kv_format.V32.name, tag), "SparseDecodeParams")}
     for tag, paged in (("indices", "false"), ("paged", "true")))
 _FEW_ROWS_DECODE, _PAGED_FEW_ROWS_DECODE = (
     {("bfloat16", kv_format.V32.d_qk): KernelSpec("sparse_decode", "few_rows_sm90",

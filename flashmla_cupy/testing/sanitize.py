@@ -37,6 +37,7 @@ FP8_DENSE_CASES = (
     Fp8DenseCase((65, 0, 130), h_q=16),
     Fp8DenseCase((200, 1), s_q=2, h_q=64, layout="d512", page_size=48, causal=True),
     Fp8DenseCase((100, 70), h_q=128, page_size=CONTIGUOUS),
+    Fp8DenseCase((90, 200), s_q=2, h_q=32, causal=True),
 )
 
 
@@ -46,6 +47,7 @@ def main() -> None:
 
     import flashmla_cupy
     from flashmla_cupy.ops._select import experimental_kernels
+    from flashmla_cupy.ops.sparse_decode import with_codes
     from flashmla_cupy.testing import (
         checks,
         fp8_dense_inputs,
@@ -62,14 +64,16 @@ def main() -> None:
         for case in CASES:
             checks.call(case, inputs.build(case, cp))
             cp.cuda.Device().synchronize()
-        for case in SPARSE_CASES:
-            sparse_checks.call(case, sparse_inputs.build(case, cp), cp)
-            cp.cuda.Device().synchronize()
+        for codes in (False, True):
+            with with_codes(codes):
+                for case in SPARSE_CASES:
+                    sparse_checks.call(case, sparse_inputs.build(case, cp), cp)
+                    cp.cuda.Device().synchronize()
+                for case in FP8_DENSE_CASES:
+                    sparse_checks.call_dense(case, fp8_dense_inputs.build(case, cp), cp)
+                    cp.cuda.Device().synchronize()
         for case in PREFILL_CASES:
             prefill_checks.call(case, prefill_inputs.build(case, cp))
-            cp.cuda.Device().synchronize()
-        for case in FP8_DENSE_CASES:
-            sparse_checks.call_dense(case, fp8_dense_inputs.build(case, cp), cp)
             cp.cuda.Device().synchronize()
         for layout, d_qk in (("v32", 576), ("d512", 512)):
             tokens = inputs.random_array(cp, "bfloat16", (3, 48, 1, d_qk), seed=1)

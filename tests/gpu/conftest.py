@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flashmla_cupy.ops._select import experimental_kernels
-from flashmla_cupy.ops.sparse_decode import with_codes
 
 
 @pytest.fixture(autouse=True, scope="session")
 def experimental():
-    """Where a test does not ask for it, no call gets the kernel that multiplies codes: budgets are those of the others."""
-    with experimental_kernels(), with_codes(False):
+    with experimental_kernels():
         yield

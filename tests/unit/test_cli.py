@@ -148,6 +148,7 @@ def test_bench_needs_a_gpu():
         (("--op", "kv_quant", "--crossover"), "--crossover: got --op kv_quant, expected sparse_decode"),
         (("--crossover",), "--crossover: got --op dense_decode, expected sparse_decode"),
         (("--codes",), "--codes: got --op dense_decode, expected sparse_decode"),
+        (("--no-codes",), "--codes: got --op dense_decode, expected sparse_decode"),
         (("--op", "sparse_decode", "--codes", "--crossover"), "--codes: got it with --crossover, expected only one"),
         (("--op", "sparse_decode", "--host", "--codes"), "--codes: got it with --host, expected only one of the two"),
         (("--host", "--case", "graph"), "--case: got it with --host, expected only one of the two"),

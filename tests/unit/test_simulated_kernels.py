@@ -369,6 +369,29 @@ def test_codes_with_any_scale(gpu, scales, q_gain):
     assert errors.message is None, errors.message
 
 
+@pytest.mark.parametrize("gains", [(2, 30, 1, 30), (30, 1, 1), (1, 1, 30), (30,), (-30, -40)],
+                         ids=["from the second block", "from the first", "from the last", "one block", "far below 0"])
+def test_codes_with_large_scores(gpu, gains):
+    """A warp multiplies exactly, as fp16, once a row's log-sum-exp is beyond 2^40 or below 2^-40; others do not."""
+    rng = np.random.default_rng(11)
+    length = 64 * len(gains) - 3
+    q = normal(rng, (2, 1, 48, V32.d_qk), BF16)
+    q[..., :64] = 1
+    kv = normal(rng, (2, length, 1, V32.d_qk), np.float32)
+    kv[..., :64] = np.repeat(gains, 64)[:length, None, None]  # adds 64 gain to what is multiplied
+    cache = kv_quant.quantize(kv.astype(BF16), V32, power_of_two_scales=True)
+    lengths = np.array([length, 70 % length + 1], np.int32)
+    q[1] *= BF16.type(0.01)
+    with sparse_decode_op.with_codes(True):
+        out, lse = flash_mla_with_kvcache(gpu.put(q), _device_cache(gpu, cache), None, gpu.put(lengths), 512,
+                                          is_fp8_kvcache=True)
+    exact, rounded = (sparse_decode.attend_paged(q, cache, None, lengths, 512, mode=mode)
+                      for mode in ("exact", "rounded"))
+    assert (np.abs(exact[1][0]) > 40 * np.log(2)).all() and (np.abs(exact[1][1]) < 40 * np.log(2)).all()
+    errors = compare(simulator.host(out), simulator.host(lse), exact, rounded)
+    assert errors.message is None, errors.message
+
+
 def _device_cache(gpu, cache):
     """The same pages, each at the distance that the layout keeps."""
     pages, page_size, _, width = cache.shape

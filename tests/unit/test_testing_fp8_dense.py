@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from flashmla_cupy.kv_format import FORMATS
-from flashmla_cupy.ops._select import experimental_kernels
 from flashmla_cupy.ops.sparse_decode import what_is_rounded, with_codes
 from flashmla_cupy.reference import kv_quant, sparse_decode
 from flashmla_cupy.reference._numerics import round_to
@@ -216,7 +215,7 @@ def test_references_of_a_kernel(h_q, codes, rounds):
     """As for a kernel with indices: out against exact keys, lse against those that the kernel multiplies."""
     case = replace(SMALL, h_q=h_q)
     given = fp8_dense_inputs.build(case)
-    with experimental_kernels(), with_codes(codes):
+    with with_codes(codes):
         assert what_is_rounded(False, case.s_q * h_q, case.d_qk) == rounds
         (out, lse), rounded = sparse_checks.expected_dense(case, given, GPU)
     plain, same = sparse_checks.expected_dense(case, given, CPU)

@@ -10,6 +10,14 @@ inline uint32_t mul_rn_f16x2(uint32_t a, uint32_t b) {
   memcpy(&a, x, 4);
   return a;
 }
+inline uint32_t add_rn_f16x2(uint32_t a, uint32_t b) {
+  _Float16 x[2], y[2];
+  memcpy(x, &a, 4);
+  memcpy(y, &b, 4);
+  for (int i = 0; i < 2; i++) x[i] = (_Float16)((float)x[i] + (float)y[i]);
+  memcpy(&a, x, 4);
+  return a;
+}
 inline uint32_t sub_rn_f16x2(uint32_t a, uint32_t b) {
   _Float16 x[2], y[2];
   memcpy(x, &a, 4);
