@@ -291,6 +291,7 @@ def check_sparse_decode(q: Any, k_cache: Any, head_dim_v: Any, metadata: Any, nu
     h_q, h_kv = check_heads(q, k_cache)
     batch, s_q, _, d_qk = map(int, q.shape)
     pages, page_size = map(int, k_cache.shape[:2])
+    check_slots("k_cache", pages * page_size)
     topk = _check_indices("indices", indices, batch, s_q, h_kv)
     extra = _check_extra(q, h_kv, is_fp8_kvcache, extra_k_cache, extra_indices, extra_topk_length)
     if topk_length is not None:
@@ -306,6 +307,12 @@ def check_sparse_decode(q: Any, k_cache: Any, head_dim_v: Any, metadata: Any, nu
     return problem
 
 
+def check_slots(name: str, slots: int) -> None:
+    """Of what int32 indices name: so that an index beyond int32, which becomes the largest that it holds, is none."""
+    if slots > _INT32_MAX:
+        raise ValueError(f"{name}: got {slots} tokens, expected at most {_INT32_MAX}, which int32 indices can name")
+
+
 def _check_extra(q: Any, h_kv: int, is_fp8: bool, cache: Any, indices: Any, lengths: Any) -> dict[str, int]:
     """The fields of a SparseDecodeProblem about the second cache; none where there is none."""
     if cache is None:
@@ -314,6 +321,7 @@ def _check_extra(q: Any, h_kv: int, is_fp8: bool, cache: Any, indices: Any, leng
                 raise TypeError(f"{name}: got {describe(given)}, expected None without extra_k_cache")
         return {}
     check_cache("extra_k_cache", cache, q, is_fp8, f"(pages, page_size, {_LAST_AXES})")
+    check_slots("extra_k_cache", int(cache.shape[0]) * int(cache.shape[1]))
     if int(cache.shape[2]) != h_kv:
         raise ValueError(f"extra_k_cache: got {cache.shape[2]} heads, expected {h_kv} as in k_cache")
     if indices is None:

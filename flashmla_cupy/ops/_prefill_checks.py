@@ -18,6 +18,7 @@ from ._checks import (
     check_q_dtype,
     check_scale,
     check_shape,
+    check_slots,
     check_writable,
 )
 
@@ -78,6 +79,7 @@ def check_sparse_prefill(q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any,
     s_kv = int(kv.shape[0])
     check_shape("kv", kv, (s_kv, 1, d_qk), "(s_kv, 1, d_qk), d_qk as in q")
     check_dtype("kv", kv, q.dtype)
+    check_slots("kv", s_kv)
     topk = _check_indices(indices, s_q)
     sm_scale = check_scale("sm_scale", sm_scale, d_qk)
     if attn_sink is not None:

@@ -28,6 +28,7 @@ def widen(array: Any) -> Any:
         return array.astype(np.float64, order="C", copy=False)
 
 
+@np.errstate(under="ignore")
 def round_to(values: Any, dtype: Any, xp: Any = None) -> Any:
     """``values`` (float64) rounded to the nearest number that ``dtype`` holds, ties to even; the result is float64.
 
@@ -47,6 +48,7 @@ def round_to(values: Any, dtype: Any, xp: Any = None) -> Any:
     return xp.where(abs(rounded) > largest, xp.copysign(xp.inf, values), rounded)
 
 
+@np.errstate(under="ignore")
 def cast(values: Any, dtype: Any, xp: Any = None) -> Any:
     """``values`` (float64) as an array of ``dtype``, rounded once; see ``round_to``."""
     return round_to(values, dtype, xp).astype(dtype)

@@ -9,6 +9,7 @@ import numpy as np
 from flashmla_cupy.reference._numerics import namespace_of, widen
 
 
+@np.errstate(invalid="ignore", under="ignore")  # a weight may be too small for a float64, however NumPy is set
 def merge(outs: Any, lses: Any, *, attn_sink: Any | None = None, xp: Any = None) -> tuple[Any, Any]:
     """One result from ``n`` partial results over disjoint keys.
 

@@ -112,7 +112,7 @@ def softmax_of_rows(
 
     Returns o (n, h_kv, rows, d_v) and lse (n, h_kv, rows), float64. A row without keys gives 0 and -inf.
     """
-    with np.errstate(invalid="ignore"):  # infinities and NaNs among the keys take their course
+    with np.errstate(invalid="ignore", under="ignore"):  # infinities and NaNs among the keys take their course
         return _softmax_of_rows(q, keys, d_v, scale, seen, weight_dtype, score_bits, xp)
 
 

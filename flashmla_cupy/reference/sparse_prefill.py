@@ -68,7 +68,7 @@ def attend(
     step = max(1, _CHUNK_BYTES[xp.__name__] // max(1, 8 * rows.shape[1] * (3 * d_qk + 4 * h_q)))
     for begin in range(0, s_q, step):
         chunk = slice(begin, begin + step)
-        with np.errstate(invalid="ignore"):  # infinities and NaNs among the keys take their course
+        with np.errstate(invalid="ignore", under="ignore"):  # infinities and NaNs among the keys take their course
             out[chunk], max_logits[chunk], lse[chunk] = _softmax(
                 widen(q[chunk]), _keys(kv, rows[chunk], xp), d_v, scale, rows[chunk, None] >= 0, weight_dtype, xp
             )

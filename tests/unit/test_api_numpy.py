@@ -189,6 +189,36 @@ def test_values_beyond_float32_and_signalling_nans_take_their_course():
     flash_mla_with_kvcache(q, cache, None, [64], 512, is_fp8_kvcache=True)
 
 
+def test_weights_too_small_for_a_float_are_zeros():
+    """Also where NumPy has been told to raise."""
+    rng = np.random.default_rng(0)
+    q, kv = (10 * rng.standard_normal(shape) for shape in ((1, 4, 576), (1, 64, 1, 576)))
+    q, kv = q.astype(BF16), kv.astype(BF16)
+    cache, indices = flashmla_cupy.quantize_kv_cache(kv), np.arange(64)[None, None]
+    with np.errstate(all="raise"):
+        merge_states(np.ones((2, 3, 4), np.float32), np.array([[0, 0, 0], [2000, 0, -2000]], np.float32))
+        flash_mla_with_kvcache(q[None], kv, None, [64], 512, softmax_scale=1.0)
+        flash_mla_with_kvcache(q[None], cache, None, None, 512, is_fp8_kvcache=True, indices=indices, softmax_scale=1.0)
+        flashmla_cupy.flash_mla_sparse_fwd(q, kv[0], indices, 1.0, attn_sink=np.zeros(4, np.float32))
+
+
+def test_what_int32_indices_cannot_name_is_refused():
+    """And indices beyond int32 name nothing."""
+    q, row = np.ones((1, 1, 576), BF16), np.ones((1, 1, 576), BF16)
+    kv = np.broadcast_to(row, (2**31 - 1, 1, 576))
+    lse = flashmla_cupy.flash_mla_sparse_fwd(q, kv, np.array([[[2**31 - 2, 2**31 - 1, 2**31, 2**62]]]), None)[2]
+    np.testing.assert_allclose(lse, 24.0)
+    with pytest.raises(ValueError, match="^kv: got 2147483648 tokens, expected at most 2147483647"):
+        flashmla_cupy.flash_mla_sparse_fwd(q, np.broadcast_to(row, (2**31, 1, 576)), np.zeros((1, 1, 1), int), None)
+    page = flashmla_cupy.quantize_kv_cache(np.ones((1, 64, 1, 576), np.float32))
+    large, indices = np.broadcast_to(page, (2**25, 64, 1, 656)), np.zeros((1, 1, 1), int)
+    with pytest.raises(ValueError, match="^k_cache: got 2147483648 tokens, expected at most 2147483647"):
+        flash_mla_with_kvcache(q[None], large, None, None, 512, is_fp8_kvcache=True, indices=indices)
+    with pytest.raises(ValueError, match="^extra_k_cache: got 2147483648 tokens"):
+        flash_mla_with_kvcache(q[None], page, None, None, 512, is_fp8_kvcache=True, indices=indices,
+                               extra_k_cache=large, extra_indices=indices)
+
+
 def test_public_names():
     for name in ("flash_mla_with_kvcache", "get_mla_metadata", "merge_states", "UnsupportedError", "CaptureError"):
         assert name in dir(flashmla_cupy) and callable(getattr(flashmla_cupy, name))
