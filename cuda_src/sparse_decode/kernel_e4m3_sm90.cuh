@@ -407,7 +407,7 @@ constexpr uint32_t kRescaled = 3, kExact = 4, kPending = 8;
 // warp's rows has outgrown its own by 2^8. raise: the maxima are raised first. Returns whether they were; rescale0, rescale1:
 // factors for what was accumulated before. flags: get kExact once this warp needs exact sums for the present request.
 // exactly(): takes the sums of products anew. finish(): makes of them log2 of what P is. mask(), if `masks`: takes tokens away.
-// What is rare stands behind one branch before the softmax and one after it, for a branch that is taken costs 25 cycles.
+// What is rare stands behind one branch before the softmax and one after it, for a branch that is taken costs up to 25 cycles.
 template <class Exactly, class Finish, class Mask>
 __device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&s)[32], uint32_t scales,
                                                    attention::RowState& row0, attention::RowState& row1, bool raise, bool masks,

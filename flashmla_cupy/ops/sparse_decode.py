@@ -198,7 +198,7 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 # The kernel for few query rows gets at most those of one mma, and so of one CTA: there it takes 177 us and the kernel
 # for 64 rows 316 (dense 128,16,1,8192). Two CTAs are hardly faster: 307.9 us against 318.4 (dense 128,32,1,8192).
 FEW_ROWS = 16
-# The kernel that multiplies codes as they are takes a tenth to a sixth less time a KV block, and 2 us more for a start.
+# The kernel that multiplies codes as they are takes up to a sixth less time a KV block, and 2 us more for a start.
 # 2 blocks a part 13.5 us by the other and 15.7 by this one (graph 1,128,1,2048), 8 blocks 35.5 and 36.5 (graph
 # 16,128,1,2048), 31 blocks 98.5 and 98.2 (128,64,1,2048), 62 blocks 175.6 and 167.7 (128,128,1,2048), 248 blocks 618.6
 # and 518.4 (dense 128,128,1,8192).
