@@ -2,11 +2,11 @@
 // lse = log2 sum_i 2^lse_i (flash-decoding). With an attention sink the output is divided once more by
 // 1 + e^(sink - lse); the returned lse leaves the sink out.
 //
-// grid    (row groups, split requests at a time, h_kv): up to 16 requests, of more as many as the device holds CTAs for. Those of y
-//         merge every gridDim.y-th split request, which is found by the part that holds its second fragment. Where nothing was
-//         split, which of a large batch only the plan says, they are gone at once. Direct mode (metadata null, grid.y = 1):
-//         n_direct partial results of every row.
-// block   8 warps; warps_per_row of them share the partials of one row and add up in shared memory
+// grid    (row groups x column groups, split requests at a time, h_kv), about as many CTAs as the device holds at once. Those of
+//         x take rows in turn, those of y split requests: every gridDim.y-th, found by the part that holds its second fragment.
+//         Where nothing was split, which only the plan says, they are gone at once. Direct mode (metadata null): n_direct
+//         partial results of every row, y counts 512 columns each
+// block   16 warps, one CTA an SM; warps_per_row of them share the partial results of a row and add up in shared memory
 // PDL     the plan is read before griddepcontrol.wait: the split kernel lets this grid start only after its own wait, so
 //         the kernel that wrote the plan is done. The partial results are read after the wait, which every CTA executes:
 //         the completion of this grid implies that of the split kernel.
@@ -17,15 +17,15 @@
 #include "common/params.cuh"
 #include "ptx/cvt_f16.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/ld_global.cuh"
 #include "ptx/math.cuh"
 
 namespace flashmla::combine {
 
-// Where the partial results of one row of a request lie: partial 0, then those from the first continuation on.
-struct Partials {
-  int count;
-  int64_t first, rest, step;  // partial 0 is `first`, partial i > 0 is `rest + i * step`; in slots, then in rows
-  __device__ __forceinline__ int64_t operator[](int i) const { return i == 0 ? first : rest + i * step; }
+// Where the fragments of a request lie: 0 in slot `first`, i > 0 in slot `rest` + i * `step`.
+struct Slots {
+  int count, first, rest, step;
+  __device__ __forceinline__ int operator[](int i) const { return i == 0 ? first : rest + i * step; }
 };
 
 template <class Element>
@@ -56,212 +56,243 @@ __device__ __forceinline__ void store2<fp16_t>(fp16_t* dst, float x, float y) {
   *reinterpret_cast<uint32_t*>(dst) = ptx::cvt_rn_f16x2(x, y);
 }
 
-// log2 of the summed exponentials over all partials; -inf if none attended to anything. Every lane gets it.
-__device__ __forceinline__ float total_lse_log2(const float* lse, const Partials& partials, float scale) {
-  float top = -infinity(), sum = 0.0f;
-  for (int i = threadIdx.x % 32; i < partials.count; i += 32) {
-    const float x = lse[partials[i]] * scale;
-    if (x > top) {
-      sum *= ptx::ex2_approx_ftz(top - x);
-      top = x;
-    }
-    if (x != -infinity()) sum += ptx::ex2_approx_ftz(x - top);
-  }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    const float other_top = __shfl_xor_sync(0xffffffffu, top, offset);
-    const float other_sum = __shfl_xor_sync(0xffffffffu, sum, offset);
-    const float new_top = fmaxf(top, other_top);
-    sum = new_top == -infinity() ? sum + other_sum  // 0, or NaN
-                                 : sum * ptx::ex2_approx_ftz(top - new_top) + other_sum * ptx::ex2_approx_ftz(other_top - new_top);
-    top = new_top;
-  }
-  return top + ptx::lg2_approx_ftz(sum);
-}
-
-// The part that holds the second fragment of the n-th split request, or -1. Every lane gets it.
-__device__ __forceinline__ int nth_split_request(const CombineParams& params, int n) {
-  constexpr int kLoads = 5;  // on their way at a time: enough for 160 parts
-  for (int first = 0; first < params.num_sm_parts; first += 32 * kLoads) {
-    int split[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; i++) {
-      const int part = first + 32 * i + threadIdx.x % 32;
-      split[i] = part < params.num_sm_parts ? params.metadata[8 * part + 4] : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; i++) {
-      uint32_t found = __ballot_sync(0xffffffffu, split[i] == 1);
-      if (n < __popc(found)) {
-        for (; n > 0; n--) found &= found - 1;
-        return first + 32 * i + __ffs(found) - 1;
-      }
-      n -= __popc(found);
-    }
-  }
-  return -1;
-}
-
-// What a lane holds of a partial result: 16 bytes of every 32 * kPerVector columns, and what they count.
-template <class Config>
-struct LanePart {
-  uint4 v[Config::kVectors];
-  float lse;                         // as stored
-  float factor[Config::kVectors];    // of fp16 columns
+// A request in several fragments: the part that holds the second one (-1: there is no such request), and their number.
+struct SplitRequest {
+  int req, part, fragments;
 };
 
-template <class Config>
-__device__ __forceinline__ int column_of(int vector) { return Config::kPerVector * (32 * vector + threadIdx.x % 32); }
-
-// row: of the partial results, slot by slot.
-template <class Config>
-__device__ __forceinline__ void load_part(const CombineParams& params, int64_t row, int first_col, LanePart<Config>& part) {
-  using Partial = typename Config::Partial;
-  const Partial* src = reinterpret_cast<const Partial*>(params.o_partial) + row * params.d_v + first_col;
+// The n-th split request of the plan. Every lane gets it. What runs once is kept short: fetching instructions takes longer.
+__device__ __forceinline__ SplitRequest nth_split_request(const CombineParams& params, int n) {
+  constexpr int kAhead = 5;  // loads on their way at a time: enough for 160 parts
+  const int lane = threadIdx.x % 32;
+  // With which of its fragments of a request a part begins: 1 where it is the second, more where it goes on with it.
+  const auto begin_split = [&](int part) { return part < params.num_sm_parts ? params.metadata[8 * part + 4] : 0; };
+  int next[kAhead];
 #pragma unroll
-  for (int v = 0; v < Config::kVectors; v++) {
-    const int col = column_of<Config>(v);
-    if (first_col + col < params.d_v) part.v[v] = *reinterpret_cast<const uint4*>(src + col);
-  }
-  part.lse = params.lse_partial[row];
-  if constexpr (sizeof(Partial) == 2) {
-    const int64_t rows = (int64_t)2 * params.num_sm_parts * params.h_kv * params.s_q * params.heads_per_kv;
-    const float* factors = attention::half_partial_factors(params.lse_partial, rows) + row * Config::kVectors;
+  for (int i = 0; i < kAhead; i++) next[i] = begin_split(32 * i + lane);
+  SplitRequest found{0, -1, 0};
+#pragma unroll 1
+  for (int first = 0; first < params.num_sm_parts; first += 32) {
+    const int split = next[0];
 #pragma unroll
-    for (int v = 0; v < Config::kVectors; v++) part.factor[v] = factors[v];
+    for (int i = 1; i < kAhead; i++) next[i - 1] = next[i];
+    next[kAhead - 1] = begin_split(first + 32 * kAhead + lane);
+    const uint32_t second = __ballot_sync(0xffffffffu, split == 1);
+    uint32_t others = __ballot_sync(0xffffffffu, split <= 1);
+    if (found.part < 0) {
+      const uint32_t before = second & ((1u << lane) - 1);
+      const uint32_t nth = __ballot_sync(0xffffffffu, split == 1 && __popc(before) == n);
+      n -= __popc(second);
+      if (nth == 0) continue;
+      found.part = first + __ffs(nth) - 1;
+      others &= ~(nth | (nth - 1));
+    }
+    found.fragments = first + (others != 0 ? __ffs(others) : 33) - found.part;
+    if (others != 0) break;
   }
+  if (found.part >= 0) found.req = params.metadata[8 * found.part];
+  return found;
 }
 
-template <class Config>
-__device__ __forceinline__ void add_part(float (&acc)[16], const LanePart<Config>& part, float weight) {
+// 16 bytes of a partial result times its weight.
+template <class Partial>
+__device__ __forceinline__ void add(float* acc, const uint4& v, float weight) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-  for (int v = 0; v < Config::kVectors; v++) {
-    const uint32_t words[4] = {part.v[v].x, part.v[v].y, part.v[v].z, part.v[v].w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if constexpr (sizeof(typename Config::Partial) == 4) {
-        acc[4 * v + i] += weight * __uint_as_float(words[i]);
-      } else {
-        acc[8 * v + 2 * i] += weight * part.factor[v] * ptx::cvt_f32_f16((uint16_t)words[i]);
-        acc[8 * v + 2 * i + 1] += weight * part.factor[v] * ptx::cvt_f32_f16((uint16_t)(words[i] >> 16));
-      }
+  for (int i = 0; i < 4; i++) {
+    if constexpr (sizeof(Partial) == 4) {
+      acc[i] += weight * __uint_as_float(words[i]);
+    } else {
+      acc[2 * i] += weight * ptx::cvt_f32_f16((uint16_t)words[i]);
+      acc[2 * i + 1] += weight * ptx::cvt_f32_f16((uint16_t)(words[i] >> 16));
     }
   }
 }
 
-// Merges the n-th split request, if there is one. first_of_cta: it has not waited for the split kernel yet. Returns whether there
-// may be more.
+// Over groups of `lanes` lanes, a power of two.
+__device__ __forceinline__ float max_of_lanes(float x, int lanes) {
+#pragma unroll 1
+  for (int offset = lanes / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  return x;
+}
+__device__ __forceinline__ float sum_of_lanes(float x, int lanes) {
+#pragma unroll 1
+  for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// 2^(x - top) for x <= top; where nothing was attended to, 0.
+__device__ __forceinline__ float weight_of(float x, float top) { return x == -infinity() ? 0.0f : ptx::ex2_approx_ftz(x - top); }
+
+// The CTA's rows and columns of a request. A warp merges every warps_per_row-th partial result of a row, relative to the largest
+// log-sum-exp among these; then the row's warps add up. A lane holds 16 bytes of every 32 * kPerVector columns; lane j weighs the
+// j-th of 32 partial results of the warp. waited: for the split kernel; set. What runs once is kept short: fetching its
+// instructions takes longer than running them.
 template <class Config>
-__device__ __forceinline__ bool merge(const CombineParams& params, int n, bool first_of_cta) {
+__device__ __forceinline__ void merge(const CombineParams& params, int req, const Slots& slots, bool& waited) {
   using Element = typename Config::Element;
-  int req = 0;
-  Partials partials{params.n_direct, 0, 0, 1};
-  bool active = true;
-  if (params.metadata != nullptr) {
-    const int part = nth_split_request(params, n);
-    active = part >= 1;
-    if (active) {
-      req = min(max(params.metadata[8 * part], 0), params.batch - 1);
-      const int splits = params.num_splits[req + 1] - params.num_splits[req];
-      partials = {min(max(splits, 1), params.num_sm_parts - part + 1), 2 * part - 1, 2 * part - 2, 2};
-    }
-  }
-  const int rows = params.s_q * params.heads_per_kv;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int share = warp % params.warps_per_row;
-  const int row = blockIdx.x * (Config::kWarps / params.warps_per_row) + warp / params.warps_per_row;
-  const bool valid = row < rows;
-  const int64_t row_index = (int64_t)blockIdx.z * rows + min(row, rows - 1);
-  const int64_t slot_stride = (int64_t)params.h_kv * rows;
-  partials = {partials.count, row_index + partials.first * slot_stride, row_index + partials.rest * slot_stride,
-              partials.step * slot_stride};
-  const int token = row / params.heads_per_kv, head = blockIdx.z * params.heads_per_kv + row % params.heads_per_kv;
+  using Partial = typename Config::Partial;
+  constexpr int kVectors = Config::kVectors, kPerVector = Config::kPerVector, kSums = Config::kSums;
+  extern __shared__ __align__(16) uint8_t smem[];
+  typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(smem);
+  const int warps_shift = params.warps_per_row_shift, warps_per_row = 1 << warps_shift;
+  const int rows = params.s_q * params.heads_per_kv, rows_shift = Config::kWarpsShift - warps_shift;  // of the CTA at a time
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = warp & (warps_per_row - 1);
+  const int groups_shift = params.column_groups_shift, columns = Config::kColumns >> groups_shift;
+  const int first_col = (params.metadata == nullptr ? blockIdx.y : blockIdx.x & ((1 << groups_shift) - 1)) * columns;
+  const int row_vectors = params.d_v / kPerVector;
+  const int first_vector = first_col / kPerVector + lane, end_vector = min(first_col + columns, params.d_v) / kPerVector;
+  const int most = min((slots.count + warps_per_row - 1) >> warps_shift, 32);  // partial results of a warp, of 32
+  const int lanes = most <= 1 ? 1 : 1 << (32 - __clz(most - 1));
+  // Sums are relative to 2^headroom times the largest, so that none is larger than what it is of.
+  const float headroom = slots.count <= 1 ? 0.0f : 32 - __clz(slots.count - 1);
+  const int64_t slot_rows = (int64_t)params.h_kv * rows, slot_vectors = slot_rows * row_vectors;
+  const int64_t step_vectors = (slots.step << warps_shift) * slot_vectors;
 
-  // This warp's next partial results; the first are on their way while the weights are found. Where they lie is worked out while
-  // the split kernel still runs.
-  LanePart<Config> parts[Config::kAtOnce];
-  int64_t at[Config::kAtOnce];
-#pragma unroll
-  for (int j = 0; j < Config::kAtOnce; j++) at[j] = partials[share + j * params.warps_per_row];
-  const auto load = [&](int first, int first_col) {
-#pragma unroll
-    for (int j = 0; j < Config::kAtOnce; j++)
-      if (first + j * params.warps_per_row < partials.count) load_part<Config>(params, at[j], first_col, parts[j]);
-  };
-  // A branch that is always taken: ptxas would move the wait in front of all this.
-  int64_t known = at[0];
-#pragma unroll
-  for (int j = 1; j < Config::kAtOnce; j++) known |= at[j];
-  if (first_of_cta && known >= 0) ptx::griddepcontrol_wait();
-  if (!active) return false;
+  const int row_groups = (rows - 1 >> rows_shift) + 1;
 
-  load(share, 0);
-  const float lse_log2 = total_lse_log2(params.lse_partial, partials, params.lse_in_scale);
-  if (valid && share == 0 && lane == 0)
-    params.lse[req * params.lse_stride_batch + head * params.lse_stride_head + token * params.lse_stride_token] = lse_log2 * kLn2;
-  float sink_factor = 1.0f;
-  if (params.attn_sink != nullptr && valid && lse_log2 != -infinity())
-    sink_factor = 1.0f / (1.0f + ptx::ex2_approx_ftz(params.attn_sink[head] * kLog2E - lse_log2));
+#pragma unroll 1
+  for (int group = blockIdx.x >> groups_shift; group < row_groups; group += gridDim.x >> groups_shift) {
+    const int row = (group << rows_shift) + (warp >> warps_shift), row_in_slot = blockIdx.z * rows + min(row, rows - 1);
+    const uint4* of_row = reinterpret_cast<const uint4*>(params.o_partial) + (int64_t)row_in_slot * row_vectors + first_vector;
+    const float* lse_of_row = params.lse_partial + row_in_slot;
+    // A branch that is always taken: ptxas would move the wait in front of all this.
+    if (!waited && (row_in_slot | slots[share]) >= 0) ptx::griddepcontrol_wait();
+    waited = true;
 
-  extern __shared__ __align__(16) float partial_sums[];  // (kWarps, kColumns)
-  for (int first_col = 0; first_col < params.d_v; first_col += Config::kColumns) {
-    float acc[16];
+    float acc[kSums], top = -infinity(), sum = 0.0f, sink = -infinity();
+    float* lse_at = nullptr;
+    Element* dst = nullptr;
 #pragma unroll
-    for (int k = 0; k < 16; k++) acc[k] = 0.0f;
-    for (int first = share; first < partials.count; first += Config::kAtOnce * params.warps_per_row) {
-      if (first > share || first_col > 0) {
+    for (int k = 0; k < kSums; k++) acc[k] = 0.0f;
+    float weight[sizeof(Partial) == 2 ? kVectors : 1];
+#pragma unroll 1
+    for (int first = share, turn = 0; first < slots.count || first == share;
+         first += Config::kAtOnce << warps_shift, turn = (turn + Config::kAtOnce) % 32) {
+      float lse = -infinity();
+      if (turn == 0) {  // of the next 32; asked for first, for the data would hold it up
+        const int n = first + ((lane & (lanes - 1)) << warps_shift);
+        if (n < slots.count) {
+          lse = lse_of_row[slots[n] * slot_rows];
+          if constexpr (sizeof(Partial) == 2) {
+            const float2 factors = *reinterpret_cast<const float2*>(
+                attention::half_partial_factors(params.lse_partial, 2 * params.num_sm_parts * slot_rows) +
+                2 * (row_in_slot + slots[n] * slot_rows));
+            weight[0] = first_col == 0 ? factors.x : factors.y;  // of the second half alone, or of both
+            weight[1] = factors.y;
+          }
+        }
+      }
+      uint4 v[Config::kAtOnce][kVectors];
+      const uint4 *src = of_row + slots[first] * slot_vectors, *next = of_row + slots[first + warps_per_row] * slot_vectors;
 #pragma unroll
-        for (int j = 0; j < Config::kAtOnce; j++) at[j] = partials[first + j * params.warps_per_row];
-        load(first, first_col);
+      for (int j = 0; j < Config::kAtOnce; j++) {
+#pragma unroll
+        for (int i = 0; i < kVectors; i++)
+          if (first + (j << warps_shift) < slots.count && first_vector + 32 * i < end_vector)
+            v[j][i] = ptx::ld_global_v4(src + 32 * i);
+        src = next;
+        next += step_vectors;
+      }
+      if (first == share) {  // while all that is on its way
+        const int token = divide_by_magic(row, params.heads_per_kv_magic, params.heads_per_kv_shift);
+        const int head = blockIdx.z * params.heads_per_kv + row - token * params.heads_per_kv;
+        if (params.attn_sink != nullptr && row < rows) sink = params.attn_sink[head] * kLog2E;
+        lse_at = params.lse + req * params.lse_stride_batch + head * params.lse_stride_head + token * params.lse_stride_token;
+        dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch + token * params.out_stride_token +
+              head * params.out_stride_head;
+      }
+      if (turn == 0) {
+        lse *= params.lse_in_scale;
+        const float before = top;
+        top = fmaxf(top, max_of_lanes(lse, lanes) + headroom);
+        const float rescale = weight_of(before, top), of_lane = weight_of(lse, top);
+        sum = sum * rescale + sum_of_lanes(of_lane, lanes);
+        if (first > share) {
+#pragma unroll
+          for (int k = 0; k < kSums; k++) acc[k] *= rescale;
+        }
+#pragma unroll
+        for (float& x : weight)  // one that attended to nothing does not count, whatever its output is
+          x = lse == -infinity() ? -1.0f : sizeof(Partial) == 2 ? x * of_lane : of_lane;
       }
 #pragma unroll
       for (int j = 0; j < Config::kAtOnce; j++) {
-        if (first + j * params.warps_per_row >= partials.count) break;
-        const float x = parts[j].lse * params.lse_in_scale;
-        if (x == -infinity()) continue;  // attended to nothing; its output does not count, whatever it is
-        add_part<Config>(acc, parts[j], ptx::ex2_approx_ftz(x - lse_log2));
+        if (first + (j << warps_shift) >= slots.count) break;
+#pragma unroll
+        for (int i = 0; i < kVectors; i++) {
+          if (32 * i * kPerVector >= columns) break;
+          const float x = __shfl_sync(0xffffffffu, weight[sizeof(Partial) == 2 ? i : 0], turn + j);
+          if (!(x < 0.0f)) add<Partial>(acc + kPerVector * i, v[j][i], x);
+        }
       }
     }
-    Element* dst = reinterpret_cast<Element*>(params.out) + req * params.out_stride_batch + token * params.out_stride_token +
-                   head * params.out_stride_head + first_col;
-    if (params.warps_per_row == 1) {
+
+    const int first_warp = warp - share;  // of the row
+    float of_warp = 1.0f;                 // lane i: what the sums of the row's warp i count
+    if (warps_per_row > 1) {
+      if (lane == 0) {
+        shared.top[warp] = top;
+        shared.sum[warp] = sum;
+      }
 #pragma unroll
-      for (int k = 0; k < 16; k += 4) {
-        const int col = column_of<Config>(k / Config::kPerVector) + k % Config::kPerVector;
-        if (valid && first_col + col < params.d_v)
-          store4<Element>(dst + col, make_float4(acc[k] * sink_factor, acc[k + 1] * sink_factor,
-                                                 acc[k + 2] * sink_factor, acc[k + 3] * sink_factor));
+      for (int k = 0; k < kSums; k += 4)
+        *reinterpret_cast<float4*>(shared.acc[warp] + kPerVector * (32 * (k / kPerVector) + lane) + k % kPerVector) =
+            make_float4(acc[k], acc[k + 1], acc[k + 2], acc[k + 3]);
+      __syncthreads();
+      const float of_lane = shared.top[first_warp + (lane & (warps_per_row - 1))];
+      top = max_of_lanes(of_lane, warps_per_row);
+      of_warp = weight_of(of_lane, top);
+      sum = sum_of_lanes(shared.sum[first_warp + (lane & (warps_per_row - 1))] * of_warp, warps_per_row);
+    }
+    const float lse_log2 = top + ptx::lg2_approx_ftz(sum);
+    if (lane == 0 && share == 0 && first_col == 0 && row < rows) *lse_at = lse_log2 * kLn2;
+    const float scale = sum == 0.0f ? 0.0f : 1.0f / (sum + sum * ptx::ex2_approx_ftz(sink - lse_log2));
+    if (warps_per_row == 1) {
+#pragma unroll
+      for (int k = 0; k < kSums; k += 4) {
+        const int col = first_col + kPerVector * (32 * (k / kPerVector) + lane) + k % kPerVector;
+        if (col < min(first_col + columns, params.d_v) && row < rows)
+          store4<Element>(dst + col, make_float4(acc[k] * scale, acc[k + 1] * scale, acc[k + 2] * scale, acc[k + 3] * scale));
       }
       continue;
     }
-    float* sums = partial_sums + warp * Config::kColumns;
-#pragma unroll
-    for (int k = 0; k < 16; k += 4)
-      *reinterpret_cast<float4*>(sums + column_of<Config>(k / Config::kPerVector) + k % Config::kPerVector) =
-          make_float4(acc[k], acc[k + 1], acc[k + 2], acc[k + 3]);
-    __syncthreads();
-    sums -= share * Config::kColumns;  // of the row
-    for (int col = 2 * (32 * share + lane); col < min(Config::kColumns, params.d_v - first_col); col += 64 * params.warps_per_row) {
-      float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll 4
-      for (int other = 0; other < params.warps_per_row; other++) {
-        const float2 x = *reinterpret_cast<const float2*>(sums + other * Config::kColumns + col);
-        sum.x += x.x;
-        sum.y += x.y;
+#pragma unroll 1
+    for (int col = 64 * share; col < columns; col += 64 << warps_shift) {
+      const int mine = col + 2 * lane;
+      float2 all = make_float2(0.0f, 0.0f);
+#pragma unroll 2
+      for (int i = 0; i < warps_per_row; i++) {
+        const float2 x = *reinterpret_cast<const float2*>(shared.acc[first_warp + i] + mine);
+        const float of_i = __shfl_sync(0xffffffffu, of_warp, i);
+        all.x += of_i * x.x;
+        all.y += of_i * x.y;
       }
-      if (valid) store2<Element>(dst + col, sum.x * sink_factor, sum.y * sink_factor);
+      if (first_col + mine < params.d_v && row < rows) store2<Element>(dst + first_col + mine, all.x * scale, all.y * scale);
     }
-    __syncthreads();
+    __syncthreads();  // before the next row takes its place
   }
-  return true;
 }
 
 template <class Config>
 __device__ __forceinline__ void kernel(const CombineParams& params) {
   ptx::griddepcontrol_launch_dependents();
-  const int most = params.metadata == nullptr ? 1 : min(params.num_sm_parts - 1, params.batch);  // split requests
-  for (int n = blockIdx.y; n < most; n += gridDim.y)
-    if (!merge<Config>(params, n, n == blockIdx.y)) break;
+  const bool direct = params.metadata == nullptr;
+  const int most = direct ? 1 : min(params.num_sm_parts - 1, params.batch);  // split requests
+  bool waited = false;
+#pragma unroll 1
+  for (int n = direct ? 0 : blockIdx.y; n < most; n += gridDim.y) {
+    int req = 0;
+    Slots slots{params.n_direct, 0, 0, 1};
+    if (!direct) {
+      const SplitRequest split = nth_split_request(params, n);
+      if (split.part < 1) break;
+      req = min(max(split.req, 0), params.batch - 1);
+      slots = {split.fragments, 2 * split.part - 1, 2 * split.part - 2, 2};
+    }
+    merge<Config>(params, req, slots, waited);
+  }
+  if (!waited) ptx::griddepcontrol_wait();
 }
 
 }  // namespace flashmla::combine

@@ -7,12 +7,12 @@ namespace flashmla {
 
 struct DenseDecodeParams {
   TensorMap k_map;             // (64 | tokens of a page | d_qk / 64 | h_kv | pages), box (64, box_tokens, 1, 1, 1)
-  TensorMap partial_map;       // o_partial as (512 | rows | h_kv * 2 * num_sm_parts), box (32, 16, 1); zeros where it is null
+  TensorMap partial_map;       // o_partial as (512 | rows | h_kv * 2 * num_sm_parts), box of 128 bytes x 16 x 1; or zeros
   const void* q;               // (batch, s_q, h_q, d_qk) bf16 | fp16
   void* out;                   // (batch, s_q, h_q, 512) same type as q
   float* lse;                  // (batch, h_q, s_q), natural log
-  float* o_partial;            // (2 * num_sm_parts, h_kv, rows, 512)
-  float* lse_partial;          // (2 * num_sm_parts, h_kv, rows), log2
+  float* o_partial;            // (2 * num_sm_parts, h_kv, rows, 512); of bf16 fp16, see attention/half_partial.cuh
+  float* lse_partial;          // (2 * num_sm_parts, h_kv, rows), log2; behind them fp16's factors
   const int32_t* cache_seqlens;  // (batch)
   const int32_t* block_table;  // (batch, table_width) or null: page index = request (contiguous KV)
   const int32_t* metadata;     // (num_sm_parts, 8)
@@ -74,11 +74,10 @@ struct SparseDecodeParams {
 
 struct CombineParams {
   const float* o_partial;      // by metadata: (2 * num_sm_parts, h_kv, rows, d_v); direct: (n_direct, rows, d_v)
-  const float* lse_partial;    // by metadata: (2 * num_sm_parts, h_kv, rows); direct: (n_direct, rows)
+  const float* lse_partial;    // by metadata: (2 * num_sm_parts, h_kv, rows), then fp16's factors; direct: (n_direct, rows)
   void* out;                   // (batch, s_q, h_q, d_v)
   float* lse;                  // (batch, h_q, s_q), natural log
   const int32_t* metadata;     // (num_sm_parts, 8) or null: direct mode
-  const int32_t* num_splits;   // (batch + 1)
   const float* attn_sink;      // (h_q) natural-log logits or null
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   int64_t lse_stride_batch, lse_stride_head, lse_stride_token;
@@ -86,9 +85,11 @@ struct CombineParams {
   int32_t num_sm_parts;
   int32_t n_direct;
   int32_t d_v;                 // multiple of 4
-  int32_t warps_per_row;       // 1 | 2 | 4 | 8: warps that share the partials of one row
+  int32_t warps_per_row_shift; // 2^0 to 2^4 warps share the partials of one row
   float lse_in_scale;          // multiplies lse_partial to give log2 units: 1 | log2(e)
-  float reserved;
+  uint32_t heads_per_kv_magic; // for divide_by_magic
+  int32_t heads_per_kv_shift;
+  int32_t column_groups_shift; // by metadata: 2^0 or 2^1 CTAs share the columns of a row
 };
 
 struct SchedMetaParams {

@@ -26,9 +26,10 @@ struct alignas(1024) SharedStorage {
   attention::BlockPosition next[2][4];  // what each loading warp loads next
 };
 
-template <class Element_, int kHeadDimQK_>
+template <class Element_, int kHeadDimQK_, class Partial_>
 struct Config {
   using Element = Element_;
+  using Partial = Partial_;  // of partial outputs: float, or fp16_t with factors, see attention/half_partial.cuh
   static constexpr int kHeadDimQK = kHeadDimQK_;
   static constexpr int kHeadDimV = 512;
   static constexpr int kRows = 64;                     // query rows (tokens x heads of one KV head) of a CTA

@@ -23,6 +23,7 @@
 // p_empty            8 (warps)    -            both halves      scores             rescale(s), inv_sum have been read
 #pragma once
 #include "attention/epilogue.cuh"
+#include "attention/half_partial.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/output_tile.cuh"
 #include "attention/split.cuh"
@@ -384,43 +385,70 @@ __device__ __forceinline__ void store_output(const DenseDecodeParams& params, in
   attention::store_row_16bit<Element, 2>(o, inv_sum1, pointer(row0 + 8));
 }
 
-// The same as partial results: a warp's 16 rows by the copy engine, 128 columns at a time by way of its tile of a stage that P V
-// has read. The copy engine leaves out rows past the last.
+// The same as partial results: a warp's 16 rows by the copy engine, by way of its tile of a stage that P V has read, in boxes of
+// 128 bytes a row. The copy engine leaves out rows past the last.
 template <class Config>
-__device__ __forceinline__ void store_partial(const DenseDecodeParams& params, typename Config::Storage& smem, int stage, int slot,
-                                              const float (&o)[128], float inv_sum0, float inv_sum1) {
+__device__ __forceinline__ void store_partial(const DenseDecodeParams& params, typename Config::Storage& smem, int stage,
+                                              int slot, const float (&o)[128], float inv_sum0, float inv_sum1) {
+  constexpr int kBoxBytes = 16 * tile::kTileRowBytes, kBoxColumns = tile::kTileRowBytes / (int)sizeof(typename Config::Partial);
   ptx::bar_sync(kOutputBarrier + output_half(), 128);  // every warp's P V has
-  const int lane = ptx::tid_x() % 32, first_row = blockIdx.x * Config::kRows + ptx::tid_x() % 128 / 32 * 16;
-  if (first_row >= params.s_q * params.heads_per_kv) return;
+  const int rows = params.s_q * params.heads_per_kv, lane = ptx::tid_x() % 32;
+  const int first_row = blockIdx.x * Config::kRows + ptx::tid_x() % 128 / 32 * 16;
+  if (first_row >= rows) return;
   const uint32_t staged = smem_addr(smem.k_half[output_half()][stage][tile::warp_in_group()]);
-  const uint32_t mine = staged + tile::swizzle_128b(lane / 4, lane % 4 / 2) + lane % 2 * 8;  // 8 columns further: ^ 32
-  constexpr uint32_t kBoxBytes = 16 * tile::kTileRowBytes;                                     // 16 rows x 32 columns
-#pragma unroll
-  for (int pass = 0; pass < 2; pass++) {
-    if (pass > 0) {
-      ptx::cp_async_bulk_wait_group_read();
-      __syncwarp();
-    }
-#pragma unroll
-    for (int i = 0; i < 16; i++) {  // 8 columns
-      const int k = 64 * pass + 4 * i;
-      const uint32_t at = (mine ^ i % 4 * 32) + i / 4 * kBoxBytes;
-      ptx::st_shared_v2(at, make_uint2(__float_as_uint(o[k] * inv_sum0), __float_as_uint(o[k + 1] * inv_sum0)));
-      ptx::st_shared_v2(at + 8 * tile::kTileRowBytes,
-                        make_uint2(__float_as_uint(o[k + 2] * inv_sum1), __float_as_uint(o[k + 3] * inv_sum1)));
-    }
+  const int slot_of_head = slot * params.h_kv + blockIdx.y;
+  const auto copy = [&](int first_col) {  // the staged four boxes
     ptx::fence_proxy_async();
     __syncwarp();
     if (ptx::elect_sync()) {
 #pragma unroll
       for (int box = 0; box < 4; box++)
         ptx::cp_async_bulk_tensor_3d_store(&params.partial_map, staged + box * kBoxBytes,
-                                           256 * output_half() + 128 * pass + 32 * box, first_row,
-                                           slot * params.h_kv + blockIdx.y);
+                                           256 * output_half() + first_col + kBoxColumns * box, first_row, slot_of_head);
       ptx::cp_async_bulk_commit_group();
     }
+    ptx::cp_async_bulk_wait_group_read();
+    __syncwarp();
+  };
+  if constexpr (sizeof(typename Config::Partial) == 2) {
+    const float factor0 = attention::half_partial_factor(attention::largest_of_row<0>(o) * inv_sum0);
+    const float factor1 = attention::half_partial_factor(attention::largest_of_row<2>(o) * inv_sum1);
+    if (lane % 4 == 0) {
+      const int64_t slots = (int64_t)2 * params.num_sm_parts * params.h_kv;
+      const int row = first_row + lane / 4;
+      float* factors = attention::half_partial_factors(params.lse_partial, slots * rows) + (int64_t)slot_of_head * rows * 2 +
+                       output_half();
+      if (row < rows) factors[2 * row] = attention::inverse_power_of_two(factor0);
+      if (row + 8 < rows) factors[2 * row + 16] = attention::inverse_power_of_two(factor1);
+    }
+    inv_sum0 *= factor0;
+    inv_sum1 *= factor1;
+#pragma unroll
+    for (int box = 0; box < 4; box++) {
+      uint32_t v[4][4];
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        const float x = i % 2 == 0 ? inv_sum0 : inv_sum1;
+        v[i / 4][i % 4] = tile::pack<fp16_t>(o[32 * box + 2 * i] * x, o[32 * box + 2 * i + 1] * x);
+      }
+      attention::store_probabilities(v, staged + box * kBoxBytes, lane);
+    }
+    copy(0);
+  } else {
+    const uint32_t mine = staged + tile::swizzle_128b(lane / 4, lane % 4 / 2) + lane % 2 * 8;  // 8 columns further: ^ 32
+#pragma unroll
+    for (int pass = 0; pass < 2; pass++) {
+#pragma unroll
+      for (int i = 0; i < 16; i++) {  // 8 columns
+        const int k = 64 * pass + 4 * i;
+        const uint32_t at = (mine ^ i % 4 * 32) + i / 4 * kBoxBytes;
+        ptx::st_shared_v2(at, make_uint2(__float_as_uint(o[k] * inv_sum0), __float_as_uint(o[k + 1] * inv_sum0)));
+        ptx::st_shared_v2(at + 8 * tile::kTileRowBytes,
+                          make_uint2(__float_as_uint(o[k + 2] * inv_sum1), __float_as_uint(o[k + 3] * inv_sum1)));
+      }
+      copy(128 * pass);
+    }
   }
-  ptx::cp_async_bulk_wait_group_read();
 }
 
 template <class Config>

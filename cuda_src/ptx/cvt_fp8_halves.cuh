@@ -26,10 +26,16 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2_high(uint32_t codes) {
   return r;
 }
 
-// Packed fp16 to two e4m3 codes, to nearest even; magnitudes above 448 and Inf give 448, NaN gives 0x7f.
-__device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2_f16x2(uint32_t halves) {
-  uint16_t r;
-  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(r) : "r"(halves));
+// Two pairs of packed fp16 to four e4m3 codes, to nearest even; magnitudes above 448 and Inf give 448, NaN gives 0x7f. One asm:
+// ptxas 12.9 mixes up the 16-bit results where they are packed outside.
+__device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4_f16x2(uint32_t halves01, uint32_t halves23) {
+  uint32_t r;
+  asm("{\n\t.reg .b16 lo, hi;\n\t"
+      "cvt.rn.satfinite.e4m3x2.f16x2 lo, %1;\n\t"
+      "cvt.rn.satfinite.e4m3x2.f16x2 hi, %2;\n\t"
+      "mov.b32 %0, {lo, hi};\n\t}"
+      : "=r"(r)
+      : "r"(halves01), "r"(halves23));
   return r;
 }
 

@@ -2,10 +2,11 @@
 // flashmla_cupy/reference/sched_meta.py states the rule and is bit-identical; this is how it is computed fast.
 //
 // Requests lie one behind the other on a line of costs (blocks + overhead each); cost_prefix holds the boundaries.
-// With stride = ceil(total / parts), a part that begins at x ends at the last boundary in [x + stride, x + stride +
-// overhead] if there is one, else it cuts a request at x + stride. So from one boundary at which a part begins to the
-// next, the begins are an arithmetic progression, and where it ends is found without walking the parts: boundary b is
-// first within reach of step s = ceil((b - x - overhead) / stride), and ends the progression iff b >= x + s * stride.
+// With stride = ceil(total / parts), or a little more that keeps equal requests whole, a part that begins at x ends at the
+// last boundary in [x + stride, x + stride + overhead] if there is one, else it cuts a request at x + stride. So from one
+// boundary at which a part begins to the next, the begins are an arithmetic progression, and where it ends is found
+// without walking the parts: boundary b is first within reach of step s = ceil((b - x - overhead) / stride), and ends the
+// progression iff b >= x + s * stride.
 // One warp tests 32 boundaries at a time; a request that fills a hundred parts costs no more than one that fills two.
 //
 // Grid 1, block Config::kThreads, no cluster; dynamic shared memory Config::kSmemBytes.
@@ -20,6 +21,7 @@
 namespace flashmla::sched_meta {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
+inline constexpr int kWholeBlocks = 16, kWholeShare = 16;  // whole requests may make parts longer by 16 blocks and a 16th
 
 template <class T>
 __device__ __forceinline__ T warp_inclusive_sum(T value, int lane) {
@@ -90,6 +92,15 @@ struct Boundaries {
   }
 };
 
+// What every part but the last advances by at least. `uniform`: all requests cost the same; they stay whole where that
+// costs little.
+template <class T>
+__device__ T stride_of(T total, int32_t batch, int32_t num_parts, bool uniform) {
+  const T stride = max((total + num_parts - 1) / num_parts, T(1));
+  const T whole = (batch + num_parts - 1) / num_parts * (total / batch), more = whole - stride;
+  return uniform && more > 0 && more <= kWholeBlocks && more * kWholeShare <= stride ? whole : stride;
+}
+
 // Begins of parts, `stride` apart until the progression ends at a boundary.
 template <class T>
 struct Progression {
@@ -97,8 +108,7 @@ struct Progression {
   T overhead, stride;
   Divider<T> per_stride;
 
-  __device__ Progression(T total, int32_t num_parts, T overhead_)
-      : overhead(overhead_), stride(max((total + num_parts - 1) / num_parts, T(1))), per_stride(stride) {}
+  __device__ Progression(T stride_, T overhead_) : overhead(overhead_), stride(stride_), per_stride(stride) {}
 
   // First step, at least 1, whose reach step * stride + overhead includes `distance`.
   __device__ int32_t steps(T distance) const {
@@ -250,12 +260,13 @@ __device__ void store_plan(const SchedMetaParams& params, typename Config::Share
 template <class Config, class T>
 __device__ void plan(const SchedMetaParams& params, typename Config::Shared& shared, const T* prefix, bool uniform) {
   const Boundaries<T> boundaries{prefix, params.batch};
-  const Progression<T> progression(boundaries.total(), params.num_sm_parts, params.overhead_blocks);
+  const T stride = stride_of(boundaries.total(), params.batch, params.num_sm_parts, uniform);
+  const Progression<T> progression(stride, params.overhead_blocks);
   if (threadIdx.x < 32) {
     walk_parts<T>(boundaries, progression, params.num_sm_parts, uniform, shared.part_position, threadIdx.x);
   }
   __syncthreads();
-  store_plan<Config, T>(params, shared, boundaries, progression.stride);
+  store_plan<Config, T>(params, shared, boundaries, stride);
 }
 
 template <class Config>

@@ -33,7 +33,6 @@
 #include "ptx/bar.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/cp_async_bulk.cuh"
-#include "ptx/cvt_fp8.cuh"
 #include "ptx/cvt_fp8_halves.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -190,15 +189,15 @@ struct CodePair {
   uint32_t high, low;
 };
 __device__ __forceinline__ CodePair split_codes(uint32_t bf16_01, uint32_t bf16_23, uint32_t inverse_unit) {
-  uint16_t high[2], low[2];
+  uint32_t halves[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const uint32_t x = ptx::mul_rn_bf16x2(i == 0 ? bf16_01 : bf16_23, inverse_unit);
-    const uint32_t halves = ptx::cvt_rn_f16x2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
-    high[i] = ptx::cvt_rn_satfinite_e4m3x2_f16x2(halves);
-    low[i] = ptx::cvt_rn_satfinite_e4m3x2_f16x2(ptx::sub_rn_f16x2(halves, ptx::cvt_rn_f16x2_e4m3x2(high[i])));
+    halves[i] = ptx::cvt_rn_f16x2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
   }
-  return {high[0] | (uint32_t)high[1] << 16, low[0] | (uint32_t)low[1] << 16};
+  const uint32_t high = ptx::cvt_rn_satfinite_e4m3x4_f16x2(halves[0], halves[1]);
+  return {high, ptx::cvt_rn_satfinite_e4m3x4_f16x2(ptx::sub_rn_f16x2(halves[0], ptx::cvt_rn_f16x2_e4m3x2_low(high)),
+                                                   ptx::sub_rn_f16x2(halves[1], ptx::cvt_rn_f16x2_e4m3x2_high(high)))};
 }
 
 // Q of one request, in two steps. First its rows are copied to where their codes will be: a quad two of them, when no warp reads

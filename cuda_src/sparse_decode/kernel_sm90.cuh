@@ -422,16 +422,6 @@ __device__ __forceinline__ void store_row(Element* row, Value value) {
   }
 }
 
-// The largest magnitude of a row of a half, which a quad holds.
-template <int kOffset>
-__device__ __forceinline__ float largest_of_row(const float (&o)[128]) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 32; i++) largest = fmaxf(largest, fmaxf(fabsf(o[4 * i + kOffset]), fabsf(o[4 * i + kOffset + 1])));
-  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
-  return fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-}
-
 template <class Config, int kOffset>
 __device__ __forceinline__ void store_output_row(const SparseDecodeParams& params, int half, int slot, int req,
                                                  int local_row, const float (&o)[128], float inv_sum) {
@@ -439,7 +429,7 @@ __device__ __forceinline__ void store_output_row(const SparseDecodeParams& param
   if (slot >= 0) {
     const int64_t index = ((int64_t)slot * params.s_q + row.token) * params.h_q + row.head;
     // What a row that attended to nothing holds does not count.
-    const float factor = attention::half_partial_factor(largest_of_row<kOffset>(o) * inv_sum);
+    const float factor = attention::half_partial_factor(attention::largest_of_row<kOffset>(o) * inv_sum);
     float* factors = attention::half_partial_factors(params.lse_partial, (int64_t)2 * params.num_sm_parts * params.s_q * params.h_q);
     if (row.exists && (tile::lane_id() & 3) == 0) factors[2 * index + half] = attention::inverse_power_of_two(factor);
     fp16_t* dst = reinterpret_cast<fp16_t*>(params.o_partial) + index * Config::kHeadDimV + 256 * half;

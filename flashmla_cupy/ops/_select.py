@@ -86,9 +86,9 @@ def all_specs() -> tuple[KernelSpec, ...]:
 
 
 _DENSE_DECODE = {
-    (dtype, d_qk): KernelSpec("dense_decode", "sm90", (_CPP_TYPES[dtype][0], str(d_qk)),
+    (dtype, d_qk): KernelSpec("dense_decode", "sm90", (_CPP_TYPES[dtype][0], str(d_qk), partial),
                               (_CPP_TYPES[dtype][1], f"d{d_qk}"), "DenseDecodeParams")
-    for dtype in ("bfloat16", "float16") for d_qk in sorted(HEAD_DIMS_QK, reverse=True)
+    for dtype, partial in (("bfloat16", "fp16_t"), ("float16", "float")) for d_qk in sorted(HEAD_DIMS_QK, reverse=True)
 }
 _COMBINE = {
     (dtype, 0): KernelSpec("combine", "sm80", (_CPP_TYPES[dtype][0],), (_CPP_TYPES[dtype][1],), "CombineParams")

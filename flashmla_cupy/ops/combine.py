@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
 from flashmla_cupy import backends
+from flashmla_cupy.runtime import params as kernel_params
 
 from . import _checks, _device
+from ._checks import HEAD_DIM_V
 from ._select import Problem
 
 _DTYPES = {"bfloat16": _checks.Q_DTYPES["bfloat16"], "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
@@ -45,6 +47,9 @@ def merge_states(outs: Any, lses: Any) -> tuple[Any, Any]:
     if on_host:
         return _merge_on_host(outs, lses, dtype, by_head)
     device_id = outs[0].data.device_id
+    if math.prod(shape[:-1]) > _MOST_ROWS or shape[-1] > _MOST_COLUMNS:
+        raise ValueError(f"outs: got partial results of shape {shape}, expected at most {_MOST_ROWS} rows and "
+                         f"{_MOST_COLUMNS} columns on a GPU")
     for name, group in (("outs", outs), ("lses", lses)):
         for x in group:
             _checks.check_same_device(device_id, **{name: x})
@@ -131,28 +136,68 @@ def _launch(kernel, outs, lses, out, lse, n, rows, d_v, by_head, stream_ptr) -> 
     reorder = by_head and 1 not in lse.shape[1:]
     lses = _stacked(lses, swap_heads=reorder)
     lse_rows = cupy.empty(rows, np.float32) if reorder else lse
-    warps = warps_per_row(n)
-    params = _template(n, rows, d_v, warps).fill(outs.data.ptr, lses.data.ptr, out.data.ptr, lse_rows.data.ptr, 0, 0, 0)
-    kernel.launch(grid(rows, 1, 1, warps, 1), params, pdl=True, stream_ptr=stream_ptr)
+    grid, template = _direct(n, rows, d_v, _device.info(_device.current_device()).sm_count)
+    params = template.fill(outs.data.ptr, lses.data.ptr, out.data.ptr, lse_rows.data.ptr, 0, 0)
+    kernel.launch(grid, params, pdl=True, stream_ptr=stream_ptr)
     if reorder:
         batch, h_q, s_q = lse.shape
         _device.assign(lse, _swap_heads(lse_rows.reshape(batch, s_q, h_q)))
 
 
-def warps_per_row(partials: float) -> int:
-    """Warps that share the partial results of one row, of which `partials` are expected."""
-    return 1 if partials <= 4 else 2 if partials <= 8 else 4 if partials <= 16 else 8
+_WARPS, _COLUMNS = 16, 512  # of a block: Config of cuda_src/combine; an SM holds one block
+_MOST_ROWS, _MOST_COLUMNS = 2**31 - _WARPS, 65535 * _COLUMNS  # int32 with the last block's warps; of the grid's y axis
 
 
-_BLOCKS_PER_SM = 2
+class Shape(NamedTuple):
+    """How a launch shares the work: see cuda_src/combine/kernel_sm80.cuh."""
+
+    row_groups: int
+    requests: int
+    warps_per_row: int
+    column_groups: int
 
 
-def grid(rows: int, split_requests: int, h_kv: int, warps: int, sm_count: int) -> tuple[int, int, int]:
-    """Blocks of eight warps, `warps` of which share a row, for at most `split_requests` requests (direct mode: one). Of
-    more than 16 requests as many have blocks as the device has room for; these take the others in turn."""
-    row_groups = -(-rows // (8 // warps))
-    at_once = max(16, _BLOCKS_PER_SM * sm_count // (row_groups * h_kv))
-    return row_groups, min(split_requests, at_once), h_kv
+def shape(rows: int, split_requests: int, h_kv: int, partials: float, sm_count: int) -> Shape:
+    """For at most `split_requests` requests with about `partials` partial results each.
+
+    As many warps share a row as have four partial results each, fewer where the blocks would not all fit at once. Of
+    more than 16 requests as many have blocks as there is room for; these take the others in turn, and so do blocks of
+    rows for which there is no room. Where there is room and a warp has more than four, two blocks share the columns.
+    """
+    room, warps = sm_count // h_kv, 1
+    while warps < _WARPS and partials > 4 * warps:
+        warps *= 2
+    while warps > 1 and -(-rows * warps // _WARPS) * min(split_requests, 16) > room:
+        warps //= 2
+    row_groups = -(-rows * warps // _WARPS)
+    requests = min(split_requests, max(16, room // row_groups))
+    columns = 2 if partials > 4 * warps and 2 * row_groups * requests <= room else 1
+    return Shape(min(row_groups, max(1, room // requests)), requests, warps, columns)
+
+
+class AfterSplit:
+    """The launch behind a decode kernel that merges what the plan has split: all but its pointers."""
+
+    def __init__(self, batch: int, parts: int, dtype: str, half: bool, device_id: int, fields: dict[str, int]) -> None:
+        """half: partial outputs are fp16 with factors, not float32. fields: of CombineParams, sizes and strides."""
+        op = "combine.half" if half else "combine"
+        self._kernel = _device.get_kernel(Problem(op, dtype, d_v=HEAD_DIM_V), device_id)
+        rows, h_kv = fields["s_q"] * fields["heads_per_kv"], fields["h_kv"]
+        # Each part but the first can begin inside one request.
+        split = shape(rows, min(parts - 1, batch), h_kv, parts / batch, _device.info(device_id).sm_count)
+        self._grid = split.row_groups * split.column_groups, split.requests, h_kv
+        magic, shift = kernel_params.divisor(fields["heads_per_kv"])
+        self._params = _device.ParamTemplate(
+            "CombineParams", **fields, batch=batch, num_sm_parts=parts, d_v=HEAD_DIM_V, lse_in_scale=1.0,
+            warps_per_row_shift=split.warps_per_row.bit_length() - 1,
+            column_groups_shift=split.column_groups.bit_length() - 1, heads_per_kv_magic=magic,
+            heads_per_kv_shift=shift)
+
+    def launch(self, o_partial: int, lse_partial: int, out: int, lse: int, metadata: int, attn_sink: int,
+               stream_ptr: int) -> None:
+        """All pointers are device addresses; attn_sink may be 0."""
+        params = self._params.fill(o_partial, lse_partial, out, lse, metadata, attn_sink)
+        self._kernel.launch(self._grid, params, pdl=True, stream_ptr=stream_ptr)
 
 
 def _stacked(parts: Any, swap_heads: bool = False) -> cupy.ndarray:
@@ -168,8 +213,10 @@ def _stacked(parts: Any, swap_heads: bool = False) -> cupy.ndarray:
 
 
 @functools.lru_cache(maxsize=256)
-def _template(n: int, rows: int, d_v: int, warps: int) -> _device.ParamTemplate:
-    """Direct mode: rows as the query tokens of one request with one head."""
-    return _device.ParamTemplate(
+def _direct(n: int, rows: int, d_v: int, sm_count: int) -> tuple[tuple[int, int, int], _device.ParamTemplate]:
+    """Direct mode: rows as the query tokens of one request with one head; blocks of y share the columns."""
+    merged = shape(rows, 1, 1, n, sm_count)
+    return (merged.row_groups, -(-d_v // _COLUMNS), 1), _device.ParamTemplate(
         "CombineParams", out_stride_token=d_v, lse_stride_token=1, batch=1, s_q=rows, heads_per_kv=1, h_kv=1,
-        num_sm_parts=1, n_direct=n, d_v=d_v, warps_per_row=warps, lse_in_scale=math.log2(math.e))
+        num_sm_parts=1, n_direct=n, d_v=d_v, warps_per_row_shift=merged.warps_per_row.bit_length() - 1,
+        lse_in_scale=math.log2(math.e))

@@ -49,7 +49,7 @@ def decode(options: tuple[int, bool, float | None], arrays: tuple) -> tuple[Any,
 def mla_workspace_bytes(batch: int, s_q: int, h_q: int, h_kv: int = 1, num_sm_parts: int | None = None) -> int:
     """Bytes that `workspace` of flash_mla_with_kvcache needs at most, with or without metadata given.
 
-    num_sm_parts: rows of the metadata; None: as get_mla_metadata chooses it on CuPy's current device.
+    num_sm_parts: rows of the metadata; None: as many as get_mla_metadata gives on CuPy's current device.
 
     Raises:
         TypeError, ValueError: an argument that is no int, is below 0 (heads and parts: below 1), or heads that do not
@@ -189,7 +189,7 @@ class _Plan:
             return
         self.parts, self.splits = self.parts_and_splits(p, metadata, device_id)
         self.plans_inside = metadata is None
-        self.o_bytes, self.plan_offset = _device.partial_bytes(self.parts, p.s_q * p.h_q) if self.splits else (0, 0)
+        self.o_bytes, self.plan_offset = _partial_bytes(p, self.parts) if self.splits else (0, 0)
         self.total_bytes = self.workspace_bytes(p, metadata, device_id)
         # Nothing can be split when the table holds one KV block a request: plan for that, whatever the lengths say.
         self.fixed_seqlen = p.max_seqlen if p.max_seqlen <= sched_meta.KV_BLOCK_TOKENS else -1
@@ -212,14 +212,11 @@ class _Plan:
             scale_log2=p.softmax_scale * math.log2(math.e), heads_per_kv_magic=magic, heads_per_kv_shift=shift)
         if self.splits:
             self.partial_maps = _device.TensorMaps(_partial_map_arguments(p, self.parts))
-            warps = combine.warps_per_row(self.parts / p.batch)
-            self.combine = _device.get_kernel(Problem("combine", p.dtype, d_v=HEAD_DIM_V), device_id)
-            # Each part but the first can begin inside one request.
-            self.combine_grid = combine.grid(p.rows, min(self.parts - 1, p.batch), p.h_kv, warps,
-                                             sched_meta.sm_count(device_id))
-            del strides["q_stride_batch"], strides["q_stride_token"], strides["q_stride_head"]
-            self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, d_v=HEAD_DIM_V,
-                                                        warps_per_row=warps, lse_in_scale=1.0)
+            of_q = "q_stride_batch", "q_stride_token", "q_stride_head"
+            self.combine = combine.AfterSplit(
+                p.batch, self.parts, p.dtype, _has_half_partials(p), device_id,
+                dict({name: stride for name, stride in strides.items() if name not in of_q}, s_q=p.s_q,
+                     heads_per_kv=p.heads_per_kv, h_kv=p.h_kv))
 
     @staticmethod
     def parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) -> tuple[int, bool]:
@@ -229,7 +226,7 @@ class _Plan:
         """
         if metadata is not None:
             return metadata.shape[0], metadata.shape[0] > 1
-        parts = sched_meta.num_sm_parts(sched_meta.sm_count(device_id), p.h_kv, p.rows)
+        parts = sched_meta.num_sm_parts(sched_meta.sm_count(device_id), p.h_kv, p.rows, p.batch)
         return parts, parts > 1 and p.max_seqlen > sched_meta.KV_BLOCK_TOKENS
 
     @classmethod
@@ -237,8 +234,8 @@ class _Plan:
         if p.nothing_to_attend or p.batch * p.s_q == 0:
             return 0
         parts, splits = cls.parts_and_splits(p, metadata, device_id)
-        partial_bytes = _device.partial_bytes(parts, p.s_q * p.h_q)[1] if splits else 0
-        return partial_bytes + (sched_meta.plan_bytes(p.batch, parts) if metadata is None else 0)
+        plan_bytes = sched_meta.plan_bytes(p.batch, parts) if metadata is None else 0
+        return plan_bytes + (_partial_bytes(p, parts)[1] if splits else 0)
 
     def run(self, q, k_cache, table, lengths, metadata, num_splits, out, lse, workspace) -> tuple[Any, Any]:
         """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for.
@@ -283,8 +280,7 @@ class _Plan:
                                   head=self.maps[cache_ptr] + self.partial_maps[o_partial])
         self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
         if self.splits:
-            params = self.combine_params.fill(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, splits_ptr, 0)
-            self.combine.launch(self.combine_grid, params, pdl=True, stream_ptr=stream_ptr)
+            self.combine.launch(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, 0, stream_ptr)
         return out, lse
 
 
@@ -301,8 +297,18 @@ def _map_arguments(k_cache: Any, p: DecodeProblem) -> dict[str, Any]:
                 strides_bytes=(token, 128, head, page), box=(64, box_tokens, 1, 1, 1))
 
 
+def _has_half_partials(p: DecodeProblem) -> bool:
+    """Whether partial outputs are fp16 with factors: an eighth of bfloat16's rounding, but all of float16's."""
+    return p.dtype == "bfloat16"
+
+
+def _partial_bytes(p: DecodeProblem, parts: int) -> tuple[int, int]:
+    """Bytes of the partial outputs, and with what lies behind them."""
+    return (_device.half_partial_bytes if _has_half_partials(p) else _device.partial_bytes)(parts, p.s_q * p.h_q)
+
+
 def _partial_map_arguments(p: DecodeProblem, parts: int) -> dict[str, Any]:
-    """Partial outputs as the copy engine sees them: 512 columns | rows | h_kv of each slot; a warp's 16 rows a box."""
-    row_bytes = HEAD_DIM_V * 4
-    return dict(dtype_name="float32", shape=(HEAD_DIM_V, p.rows, 2 * parts * p.h_kv),
-                strides_bytes=(row_bytes, p.rows * row_bytes), box=(32, 16, 1))
+    """Partial outputs as the copy engine sees them: 512 columns | rows | h_kv of each slot; 128 bytes a row and box."""
+    dtype_name, size = ("float16", 2) if _has_half_partials(p) else ("float32", 4)
+    return dict(dtype_name=dtype_name, shape=(HEAD_DIM_V, p.rows, 2 * parts * p.h_kv),
+                strides_bytes=(HEAD_DIM_V * size, p.rows * HEAD_DIM_V * size), box=(128 // size, 16, 1))

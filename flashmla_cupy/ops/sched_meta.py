@@ -30,10 +30,19 @@ def sm_count(device_id: int | None) -> int:
     return _device.info(device_id).sm_count
 
 
-def num_sm_parts(sm_count: int, num_heads_k: int, num_q_tokens_per_head_k: int) -> int:
-    """How many parts share the KV blocks: CTAs that fit at once, over those that each part needs."""
-    blocks_of_rows = -(-num_q_tokens_per_head_k // QUERY_ROWS_PER_BLOCK)
-    return max(1, sm_count // num_heads_k // max(1, blocks_of_rows))
+def num_sm_parts(sm_count: int, num_heads_k: int, num_q_tokens_per_head_k: int, batch: int = 0) -> int:
+    """How many parts share the KV blocks: CTAs that fit at once, over those that each part needs. batch 0: at most.
+
+    Where one block of rows has them all and memory binds, one part in 32 can be spared: then it is the largest number
+    that divides the batch, if there is one (docs/perf-log.md).
+    """
+    blocks_of_rows = max(1, -(-num_q_tokens_per_head_k // QUERY_ROWS_PER_BLOCK))
+    parts = max(1, sm_count // num_heads_k // blocks_of_rows)
+    if blocks_of_rows == 1 and batch:
+        for even in range(parts, parts - parts // 32 - 1, -1):
+            if batch % even == 0:
+                return even
+    return parts
 
 
 def num_sparse_sm_parts(sm_count: int, s_q: int, h_q: int, h_kv: int = 1) -> int:
@@ -92,7 +101,7 @@ def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads
 
     def parts_of(sm_count: int) -> int:
         if topk is None or num_heads_q is None:
-            return num_sm_parts(sm_count, h_kv, rows)
+            return num_sm_parts(sm_count, h_kv, rows, len(lengths))
         return num_sparse_sm_parts(sm_count, rows * h_kv // num_heads_q, num_heads_q, h_kv)
 
     if isinstance(lengths, np.ndarray):

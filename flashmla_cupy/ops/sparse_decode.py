@@ -280,7 +280,7 @@ def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) ->
     if isinstance(p, SparseDecodeProblem):
         parts, most_tokens = sched_meta.num_sparse_sm_parts(sm_count, p.s_q, p.h_q), planned_tokens(p)
     else:
-        parts, most_tokens = sched_meta.num_sm_parts(sm_count, p.h_kv, p.rows), p.max_seqlen
+        parts, most_tokens = sched_meta.num_sm_parts(sm_count, p.h_kv, p.rows, p.batch), p.max_seqlen
     return parts, parts > 1 and most_tokens > KV_BLOCK_TOKENS
 
 
@@ -332,12 +332,8 @@ class _Plan:
                 fields["whole_boxes"] = 1
         self.params = _device.ParamTemplate("SparseDecodeParams", **fields)
         if self.splits:
-            warps, merge = combine.warps_per_row(self.parts / p.batch), "combine" if few else "combine.half"
-            self.combine = _device.get_kernel(Problem(merge, p.dtype, d_v=HEAD_DIM_V), device_id)
-            self.combine_grid = combine.grid(p.s_q * p.h_q, min(self.parts - 1, p.batch), 1, warps,
-                                             sched_meta.sm_count(device_id))
-            self.combine_params = _device.ParamTemplate("CombineParams", **strides, **sizes, heads_per_kv=p.h_q, h_kv=1,
-                                                        d_v=HEAD_DIM_V, warps_per_row=warps, lse_in_scale=1.0)
+            self.combine = combine.AfterSplit(p.batch, self.parts, p.dtype, not few, device_id,
+                                              dict(**strides, s_q=p.s_q, heads_per_kv=p.h_q, h_kv=1))
 
     def run(self, arrays: dict[str, Any]) -> tuple[cupy.ndarray, cupy.ndarray]:
         """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for.
@@ -383,9 +379,7 @@ class _Plan:
                                   head=None if self.maps is None else self.maps[cache_ptr])
         self.kernel.launch(self.grid, params, pdl=True, stream_ptr=stream_ptr)
         if self.splits:
-            params = self.combine_params.fill(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, splits_ptr,
-                                              sink_ptr)
-            self.combine.launch(self.combine_grid, params, pdl=True, stream_ptr=stream_ptr)
+            self.combine.launch(o_partial, lse_partial, out_ptr, lse_ptr, metadata_ptr, sink_ptr, stream_ptr)
         return out, lse
 
 

@@ -7,6 +7,10 @@ one behind the other on a line of costs; request ``i`` begins at ``prefix[i]``. 
 more fragment unspent: then it goes on and cuts the next request. Cutting at block ``c`` puts the next part at
 ``prefix[j] + c``: what remains of the request costs ``prefix[j + 1] - (prefix[j] + c)``, its overhead included.
 Every part but the last advances by at least ``ceil(total / parts)``, so the parts always suffice.
+
+Where all requests cost the same, parts of ``ceil(batch / parts)`` whole ones may be longer than that: by
+``WHOLE_BLOCKS`` blocks, and by one part in ``WHOLE_SHARE``, at most. Then every part takes so many, and no request is
+cut.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+WHOLE_BLOCKS, WHOLE_SHARE = 16, 16
 METADATA_FIELDS = (
     "begin_req", "begin_block", "end_req", "end_block", "begin_split", "first_is_split", "last_is_split", "reserved",
 )  # fmt: skip
@@ -89,8 +94,12 @@ def plan(
 
 def _walk(prefix: np.ndarray, num_sm_parts: int, overhead_blocks: int) -> tuple[int, np.ndarray]:
     """Least distance between the begins of two parts (payload - overhead), and the begins, int64 ``(parts + 1,)``."""
-    total = int(prefix[-1])
+    total, batch = int(prefix[-1]), len(prefix) - 1
     stride = max(1, -(-total // num_sm_parts))
+    if batch and (np.diff(prefix) * batch == total).all():
+        whole = -(-batch // num_sm_parts) * (total // batch)
+        if whole > stride and whole - stride <= min(WHOLE_BLOCKS, stride // WHOLE_SHARE):
+            stride = whole
     positions = np.full(num_sm_parts + 1, total, np.int64)
     position = 0
     for part in range(num_sm_parts):

@@ -65,10 +65,12 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {  # struct -> [(kind, names)] in th
         ("i32", "kv_row_bytes"),
     ],
     "CombineParams": [
-        ("ptr", "o_partial lse_partial out lse metadata num_splits attn_sink"),
+        ("ptr", "o_partial lse_partial out lse metadata attn_sink"),
         ("i64", f"{_OUT} {_LSE}"),
-        ("i32", "batch s_q heads_per_kv h_kv num_sm_parts n_direct d_v warps_per_row"),
-        ("f32", "lse_in_scale reserved"),
+        ("i32", "batch s_q heads_per_kv h_kv num_sm_parts n_direct d_v warps_per_row_shift"),
+        ("f32", "lse_in_scale"),
+        ("u32", "heads_per_kv_magic"),
+        ("i32", "heads_per_kv_shift column_groups_shift"),
     ],
     "SchedMetaParams": [
         ("ptr", "cache_seqlens metadata num_splits cost_prefix"),

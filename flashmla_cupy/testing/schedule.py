@@ -45,4 +45,4 @@ def plan(lengths: list[int], h_q: int, h_kv: int, s_q: int, sm_count: int) -> tu
     if rows > MAX_INT32:
         raise ValueError(f"s-q: got {s_q}, expected s-q * h-q / h-kv = {rows} to be at most {MAX_INT32} (int32)")
     tokens = np.asarray(lengths, np.int32)
-    return tokens, *reference_plan(tokens, num_sm_parts(sm_count, h_kv, rows))
+    return tokens, *reference_plan(tokens, num_sm_parts(sm_count, h_kv, rows, len(tokens)))

@@ -123,15 +123,19 @@ def record(results: list[Result], suite: str, machine: Machine) -> dict[str, Any
     }
 
 
-def stale_kernels(folder: Path) -> dict[str, str]:
-    """Kernel name -> what is wrong, for each selectable kernel that no record in `folder` vouches for."""
+def stale_kernels(folder: Path, nvrtc_major: int) -> dict[str, str]:
+    """Kernel name -> what is wrong, for each selectable kernel that no record in `folder` vouches for, as an NVRTC of
+    this major version compiles it.
+    """
     from flashmla_cupy.ops._select import all_specs
     from flashmla_cupy.runtime.source import evidence_digest
 
     recorded: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("validate_*.json")):
-        for name, row in json.loads(file.read_text(encoding="utf-8"))["kernels"].items():
-            recorded.setdefault(name, []).append(row)
+        evidence = json.loads(file.read_text(encoding="utf-8"))
+        if evidence["nvrtc"].partition(".")[0] == str(nvrtc_major):
+            for name, row in evidence["kernels"].items():
+                recorded.setdefault(name, []).append(row)
     wrong = {}
     for spec in all_specs():
         if spec.experimental:

@@ -124,7 +124,7 @@ def gpu(monkeypatch) -> FakeGpu:
         return copy
 
     def encode(ptr, **arguments):
-        maps = fake.partial_maps if arguments["dtype_name"] == "float32" else fake.maps
+        maps = fake.partial_maps if len(arguments["shape"]) == 3 else fake.maps
         maps.append(dict(arguments, ptr=ptr))
         return np.full(128, len(maps), np.uint8)
 
@@ -138,7 +138,7 @@ def gpu(monkeypatch) -> FakeGpu:
         (cupy.cuda, "malloc_async", fake.graph_alloc),
     ):
         monkeypatch.setattr(target, name, value)
-    _plans.clear_plans(), sched_meta._template.cache_clear(), combine._template.cache_clear()
+    _plans.clear_plans(), sched_meta._template.cache_clear(), combine._direct.cache_clear()
     with cupy.cuda.using_allocator(fake.alloc), _select.experimental_kernels():
         yield fake
     _plans.clear_plans()

@@ -19,7 +19,7 @@ from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 from flashmla_cupy.runtime import params
 
 DENSE = "dense_decode.sm90"
-DECODE, COMBINE, SCHED = f"{DENSE}.bf16.d576", "combine.sm80.bf16", "sched_meta.sm80"
+DECODE, COMBINE, SCHED = f"{DENSE}.bf16.d576", "combine.sm80.bf16.half", "sched_meta.sm80"
 
 
 def names(launches):
@@ -35,7 +35,7 @@ def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
     assert out.shape == (3, 2, 64, 512) and out.dtype == BF16 and lse.shape == (3, 64, 2) and lse.dtype == np.float32
 
     parts = 132 // 2  # 128 rows are two blocks of 64
-    assert plan.grid == (1, 1, 1) and decode.grid == (2, 1, parts) and merge.grid == (128, 3, 1)  # 8 warps a row
+    assert plan.grid == (1, 1, 1) and decode.grid == (2, 1, parts) and merge.grid == (32, 3, 1)  # 4 warps a row
     p = plan.params
     assert (p["batch"], p["num_sm_parts"], p["block_size"], p["overhead_blocks"]) == (3, parts, 64, 2)
     assert p["fixed_seqlen"] == -1
@@ -53,12 +53,13 @@ def test_a_call_without_metadata_launches_plan_decode_combine(gpu):
     for name in ("o_partial", "lse_partial", "metadata", "out", "lse", "out_stride_head", "lse_stride_head", "batch",
                  "s_q", "heads_per_kv", "h_kv", "num_sm_parts"):
         assert c[name] == d[name], name
-    assert (c["attn_sink"], c["d_v"], c["lse_in_scale"], c["warps_per_row"]) == (0, 512, 1.0, 8)
-    assert p["metadata"] == d["metadata"] and p["num_splits"] == c["num_splits"]
+    assert (c["attn_sink"], c["d_v"], c["lse_in_scale"], c["warps_per_row_shift"]) == (0, 512, 1.0, 2)
+    assert (c["heads_per_kv_magic"], c["heads_per_kv_shift"]) == (d["heads_per_kv_magic"], d["heads_per_kv_shift"])
+    assert p["metadata"] == d["metadata"]
 
     # The workspace holds everything without overlap, each part on a 16-byte boundary.
-    o_bytes, rows = 2 * parts * 128 * 512 * 4, 2 * parts * 128 * 4
-    spans = [(d["o_partial"], o_bytes), (d["lse_partial"], rows), (p["cost_prefix"], 4 * 8),
+    o_bytes, rows = 2 * parts * 128 * 512 * 2, 2 * parts * 128 * 4
+    spans = [(d["o_partial"], o_bytes), (d["lse_partial"], 3 * rows), (p["cost_prefix"], 4 * 8),
              (p["metadata"], parts * 32), (p["num_splits"], 4 * 4)]
     assert all(int(start) % 16 == 0 for start, _ in spans)
     ordered = sorted((int(start), int(start) + size) for start, size in spans)
@@ -72,11 +73,12 @@ def test_given_metadata_are_used_as_they_are(gpu):
     decode, merge = gpu.take()
     assert names([decode, merge]) == [DECODE, COMBINE]
     assert decode.params["metadata"] == arguments["tile_scheduler_metadata"].data.ptr
-    assert merge.params["num_splits"] == arguments["num_splits"].data.ptr
-    assert decode.grid == (1, 1, 132) and merge.grid == (16, len(arguments["cache_seqlens"]), 1)
+    assert merge.params["metadata"] == arguments["tile_scheduler_metadata"].data.ptr
+    assert decode.grid == (1, 1, 132) and merge.grid == (2 * 16, len(arguments["cache_seqlens"]), 1)
+    assert (merge.params["warps_per_row_shift"], merge.params["column_groups_shift"]) == (4, 1)
     (partial_map,) = gpu.partial_maps
-    assert partial_map == dict(ptr=decode.params["o_partial"], dtype_name="float32", shape=(512, 16, 2 * 132),
-                               strides_bytes=(2048, 16 * 2048), box=(32, 16, 1))
+    assert partial_map == dict(ptr=decode.params["o_partial"], dtype_name="float16", shape=(512, 16, 2 * 132),
+                               strides_bytes=(1024, 16 * 1024), box=(64, 16, 1))
     assert bytes(decode.params["partial_map"]) == b"\1" * 128
 
 
@@ -201,7 +203,8 @@ def test_other_integers_are_converted_on_the_device(gpu, name, make):
         (kind, source, copy), decode, merge = gpu.events
         assert kind == "copy" and source is arguments[name] and copy.dtype == np.int32 and copy.flags.c_contiguous
         field = {"tile_scheduler_metadata": "metadata"}.get(name, name)
-        assert (merge if name == "num_splits" else decode).params[field] == copy.data.ptr
+        if name != "num_splits":  # which no kernel reads
+            assert decode.params[field] == copy.data.ptr
     assert len(_plans.PLANS) == 1
 
 
@@ -300,7 +303,7 @@ def test_capture_takes_memory_from_the_graph(gpu):
     assert gpu.graph_bytes == 0
     gpu.capturing = True
     flash_mla_with_kvcache(**arguments)
-    assert gpu.graph_bytes == _device.partial_bytes(132, 16)[1]
+    assert gpu.graph_bytes == _device.half_partial_bytes(132, 16)[1]
     gpu.graph_bytes = 0
     workspace = gpu.array((mla_workspace_bytes(2, 1, 16),), np.uint8)
     flash_mla_with_kvcache(**arguments, workspace=workspace)
@@ -322,10 +325,13 @@ def test_everything_runs_on_the_device_of_q(gpu):
 
 
 # ---- get_mla_metadata ----
-@pytest.mark.parametrize("rows, h_kv, parts", [(16, 1, 132), (64, 1, 132), (65, 1, 66), (128, 1, 66), (128, 2, 33),
-                                               (0, 1, 132), (10**6, 1, 1), (1, 200, 1)])
-def test_number_of_parts(rows, h_kv, parts):
-    assert sched_meta.num_sm_parts(132, h_kv, rows) == parts
+@pytest.mark.parametrize("rows, h_kv, batch, parts", [
+    (16, 1, 7, 132), (64, 1, 100, 132), (65, 1, 7, 66), (128, 1, 64, 66), (128, 2, 7, 33), (0, 1, 7, 132),
+    (10**6, 1, 7, 1), (1, 200, 7, 1), (16, 1, 0, 132), (64, 1, 128, 128), (1, 1, 256, 128), (16, 1, 130, 130),
+    (16, 1, 127, 132), (16, 2, 64, 64), (16, 1, 32, 132),
+])
+def test_number_of_parts(rows, h_kv, batch, parts):
+    assert sched_meta.num_sm_parts(132, h_kv, rows, batch) == parts
 
 
 def test_metadata_on_the_device(gpu):
@@ -353,18 +359,18 @@ def test_metadata_of_an_empty_batch(gpu):
 
 
 # ---- merge_states ----
-@pytest.mark.parametrize("n, warps", [(1, 1), (4, 1), (5, 2), (8, 2), (9, 4), (16, 4), (17, 8), (257, 8)])
+@pytest.mark.parametrize("n, warps", [(1, 1), (4, 1), (5, 2), (8, 2), (9, 4), (16, 4), (17, 8), (33, 16), (257, 16)])
 def test_merge_of_a_stacked_array(gpu, n, warps):
     outs, lses = gpu.array((n, 30, 128), np.float32), gpu.array((n, 30), np.float32)
     out, lse = merge_states(outs, lses)
     (launch,) = gpu.events
     p = launch.params
-    assert launch.name == "combine.sm80.fp32" and launch.grid == (-(-30 // (8 // warps)), 1, 1)
+    assert launch.name == "combine.sm80.fp32" and launch.grid == (-(-30 // (16 // warps)), 1, 1)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((30, 128), np.float32, (30,), np.float32)
     assert (p["o_partial"], p["lse_partial"], p["out"], p["lse"]) == tuple(x.data.ptr for x in (outs, lses, out, lse))
-    assert p["metadata"] == p["num_splits"] == p["attn_sink"] == 0
+    assert p["metadata"] == p["attn_sink"] == p["heads_per_kv_magic"] == p["column_groups_shift"] == 0
     assert (p["batch"], p["s_q"], p["heads_per_kv"], p["h_kv"], p["n_direct"], p["d_v"]) == (1, 30, 1, 1, n, 128)
-    assert (p["out_stride_token"], p["lse_stride_token"], p["warps_per_row"]) == (128, 1, warps)
+    assert (p["out_stride_token"], p["lse_stride_token"], 1 << p["warps_per_row_shift"]) == (128, 1, warps)
     assert p["lse_in_scale"] == pytest.approx(math.log2(math.e))
 
 
@@ -374,7 +380,7 @@ def test_merge_of_decode_results(gpu):
     assert out.shape == (2, 3, 16, 512) and out.dtype == BF16 and lse.shape == (2, 16, 3)
     assigns = [event for event in gpu.events if type(event) is tuple]
     assert len(assigns) == 5 and assigns[2][2].shape == (2, 3, 16)  # two outs, two lses by query, the merged lse back
-    assert gpu.launches[0].name == COMBINE and gpu.launches[0].params["s_q"] == 2 * 3 * 16
+    assert gpu.launches[0].name == "combine.sm80.bf16" and gpu.launches[0].params["s_q"] == 2 * 3 * 16
     assert assigns[4][1] is lse and assigns[4][2].shape == (2, 16, 3)
     gpu.events.clear()
     out, lse = merge_states(gpu.array((2, 2, 1, 16, 512), np.float32), gpu.array((2, 2, 16, 1), np.float32))
@@ -387,16 +393,23 @@ def test_merge_of_no_rows(gpu):
     assert out.shape == (0, 8) and lse.shape == (0,) and gpu.events == []
 
 
-def test_warps_per_row():
-    assert [combine.warps_per_row(n) for n in (0.5, 4, 4.1, 8, 16, 132)] == [1, 1, 2, 2, 4, 8]
-
-
-@pytest.mark.parametrize("rows, requests, h_kv, warps, expected", [
-    (128, 3, 1, 8, (128, 3, 1)), (256, 16, 1, 1, (32, 16, 1)), (256, 32, 1, 1, (32, 16, 1)),
-    (64, 128, 1, 1, (8, 33, 1)), (64, 128, 4, 1, (8, 16, 4)), (30, 1, 1, 8, (30, 1, 1)),
+@pytest.mark.parametrize("rows, requests, h_kv, partials, expected", [
+    (16, 1, 1, 132, (16, 1, 16, 2)),        # few rows of many partial results: two blocks share their columns
+    (128, 1, 1, 66, (128, 1, 16, 1)),
+    (128, 8, 1, 8.25, (16, 8, 2, 1)),       # fewer warps a row than could be, for all at once
+    (256, 16, 1, 2.1, (8, 16, 1, 1)),       # each block takes two groups of rows
+    (128, 65, 1, 0.5, (8, 16, 1, 1)),       # and four or five of the split requests
+    (64, 128, 1, 1, (4, 33, 1, 1)), (64, 128, 4, 1, (2, 16, 1, 1)), (30, 1, 1, 8, (4, 1, 2, 1)),
 ])
-def test_blocks_of_combine(rows, requests, h_kv, warps, expected):
-    assert combine.grid(rows, requests, h_kv, warps, 132) == expected
+def test_shape_of_combine(rows, requests, h_kv, partials, expected):
+    shape = combine.shape(rows, requests, h_kv, partials, 132)
+    assert shape == expected
+    assert shape.row_groups * shape.requests * shape.column_groups * h_kv <= 132
+
+
+def test_columns_of_a_long_merged_row_are_shared_by_blocks(gpu):
+    merge_states(gpu.array((2, 5, 1300), np.float32), gpu.array((2, 5), np.float32))
+    assert gpu.launches[0].grid == (1, 3, 1)
 
 
 # ---- host time ----

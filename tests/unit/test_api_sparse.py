@@ -15,6 +15,7 @@ from flashmla_cupy import UnsupportedError, flash_mla_with_kvcache, get_mla_meta
 from flashmla_cupy.kv_format import D512, V32
 from flashmla_cupy.ops import _plans, _select
 from flashmla_cupy.ops import sparse_decode as sparse_decode_op
+from flashmla_cupy.ops.dense_decode import mla_workspace_bytes
 from flashmla_cupy.reference import kv_quant, sched_meta, sparse_decode
 from flashmla_cupy.reference._numerics import cast
 
@@ -588,3 +589,11 @@ def test_metadata_of_sparse_calls():
     expected = sched_meta.plan(np.full(34, 2048), 66, overhead_blocks=4)
     assert same(get_mla_metadata(many, 128, 1, 128, True, 2048), expected)
     assert same(get_mla_metadata(lengths, 128, 1, 128, True), get_mla_metadata(lengths, 128, 1, 128, False))
+
+
+@pytest.mark.parametrize("batch, h_q", [(128, 16), (128, 64), (130, 8), (7, 128)])
+def test_a_workspace_is_enough_whatever_the_plan(batch, h_q):
+    """Dense plans of 128 requests have fewer parts than sparse ones."""
+    workspace = np.zeros(mla_workspace_bytes(batch, 1, h_q), np.uint8)
+    out, _ = flash_mla_with_kvcache(**sparse(Host(), batch=batch, h_q=h_q, topk=128, workspace=workspace))
+    assert out.shape == (batch, 1, h_q, 512)

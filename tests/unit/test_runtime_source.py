@@ -82,7 +82,7 @@ def test_params_agree_with_the_header(name, fresh_runtime):
     [
         ("int32_t n_direct;", "int64_t n_direct;", "CombineParams: size differs"),
         ("int32_t n_direct;", "int32_t unknown; int32_t n_direct;", "CombineParams: size differs|n_direct: layout"),
-        ("float lse_in_scale;", "float reserved;", None),
+        ("float lse_in_scale;", "int32_t heads_per_kv_shift;", None),
     ],
 )
 def test_drift_of_the_header_is_a_compile_error(toy_src, fresh_runtime, old, new, message):
@@ -90,8 +90,9 @@ def test_drift_of_the_header_is_a_compile_error(toy_src, fresh_runtime, old, new
     text = header.read_text()
     assert old in text
     if message is None:  # two fields swap places: the size stays
-        text = text.replace("float lse_in_scale;", "@").replace("float reserved;", "float lse_in_scale;")
-        text, message = text.replace("@", "float reserved;"), "lse_in_scale: layout differs"
+        start = text.index("struct CombineParams")
+        struct = text[start:].replace(old, "@", 1).replace(new, old, 1).replace("@", new, 1)
+        text, message = text[:start] + struct, "lse_in_scale: layout differs"
     else:
         text = text.replace(old, new)
     header.write_text(text)

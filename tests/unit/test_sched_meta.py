@@ -30,12 +30,22 @@ def blocks_of(lengths, block_size=BLOCK):
     return [-(-max(0, int(length)) // block_size) for length in lengths]
 
 
+def payload_of(blocks, num_parts, overhead):
+    """What a part may spend."""
+    stride = -(-(sum(blocks) + overhead * len(blocks)) // num_parts)
+    if len(set(blocks)) == 1:  # equal requests stay whole where that makes parts longer by 16 blocks and a 16th at most
+        whole = -(-len(blocks) // num_parts) * (blocks[0] + overhead)
+        if whole <= stride + 16 and 16 * whole <= 17 * stride:
+            stride = max(stride, whole)
+    return stride + overhead
+
+
 def check(lengths, metadata, num_splits, block_size=BLOCK, overhead=OVERHEAD):
     """Everything the kernels rely on."""
     blocks, batch, num_parts = blocks_of(lengths, block_size), len(lengths), len(metadata)
     assert metadata.dtype == num_splits.dtype == np.int32
     assert metadata.shape == (num_parts, 8) and num_splits.shape == (batch + 1,)
-    payload = -(-(sum(blocks) + overhead * batch) // num_parts) + overhead
+    payload = payload_of(blocks, num_parts, overhead)
 
     fragments, owners, ended = [0] * batch, [[] for _ in range(batch)], False
     expected_request, expected_block = 0, 0  # where the next part has to begin
@@ -72,7 +82,7 @@ def check(lengths, metadata, num_splits, block_size=BLOCK, overhead=OVERHEAD):
 def greedy(lengths, num_parts, overhead=OVERHEAD):
     """The rule as a story: a part takes whole requests while it can afford them, then cuts the next one."""
     blocks = blocks_of(lengths)
-    payload = -(-(sum(blocks) + overhead * len(blocks)) // num_parts) + overhead
+    payload = payload_of(blocks, num_parts, overhead)
     rows, request, block = [], 0, 0
     for _ in range(num_parts):
         begin, end, left = (request, block), None, payload
@@ -127,6 +137,20 @@ def test_equal_requests_are_shared_out_evenly():
     metadata, num_splits = plan(np.array([64 * 1000], np.int32), 10)
     assert num_splits.tolist() == [0, 10] and (metadata[:, 5:7] == 1).all()
     assert np.ptp(metadata[:9, 3] - metadata[:9, 1]) == 0
+
+
+@pytest.mark.parametrize(("batch", "parts", "blocks", "whole"), [
+    (128, 66, 64, True), (128, 66, 128, True), (128, 66, 256, True), (128, 66, 512, False), (128, 33, 256, False),
+    (64, 66, 8, True), (100, 66, 128, False), (70, 66, 4, False)])
+def test_equal_requests_stay_whole_where_that_costs_little(batch, parts, blocks, whole):
+    metadata, num_splits = plan(np.full(batch, 64 * blocks, np.int32), parts)
+    assert (num_splits[-1] == batch) == whole
+    check([64 * blocks] * batch, metadata, num_splits)
+
+
+def test_one_longer_request_and_requests_are_cut():
+    assert plan(np.full(128, 8192, np.int32), 66)[1][-1] == 128
+    assert plan(np.array([8192] * 127 + [8193], np.int32), 66)[1][-1] > 128
 
 
 def test_topk_replaces_the_lengths():

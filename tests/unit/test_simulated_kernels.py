@@ -70,7 +70,7 @@ def gpu(libraries, monkeypatch, request):
         (kernel_compile, "get_kernel", lambda spec: simulator.kernel(spec, libraries)),
     ):
         monkeypatch.setattr(target, name, value)
-    _plans.clear_plans(), sched_meta._template.cache_clear(), combine._template.cache_clear()
+    _plans.clear_plans(), sched_meta._template.cache_clear(), combine._direct.cache_clear()
     with cupy.cuda.using_allocator(memory.alloc), contextlib.ExitStack() as stack:
         if experimental:
             stack.enter_context(_select.experimental_kernels())
@@ -158,8 +158,37 @@ def test_one_block_of_combine_merges_several_requests(gpu, monkeypatch):
     lengths = np.array(lengths, np.int32)
     _, num_splits = reference_plan.plan(lengths, SMS, overhead_blocks=sched_meta.overhead_blocks(4, SMS, False))
     assert (np.diff(num_splits) > 1).sum() >= 2
-    blocks = combine.grid
-    monkeypatch.setattr(combine, "grid", lambda *sizes: (blocks(*sizes)[0], 1, blocks(*sizes)[2]))
+    shape = combine.shape
+    monkeypatch.setattr(combine, "shape", lambda rows, requests, *others: shape(rows, 1, *others))
+    out, lse = flash_mla_with_kvcache(*(gpu.put(x) for x in (q, cache, table, lengths)), 512)
+    references = [reference_dense.attend(q, cache, table, lengths, 512, mode=mode) for mode in ("exact", "rounded")]
+    errors = compare(simulator.host(out), simulator.host(lse), *references)
+    assert errors.message is None, errors.message
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 2, 2), (3, 1, 16, 2), (2, 2, 4, 1)], ids=str)
+def test_every_shape_of_combine(gpu, monkeypatch, shape, dtype):
+    """Row groups, requests, warps a row, column groups; columns of very different size, h_kv 2."""
+    monkeypatch.setattr(combine, "shape", lambda *sizes: combine.Shape(*shape))
+    lengths, rng = [700, 20, 530], np.random.default_rng(5)
+    q = normal(rng, (len(lengths), 3, 14, 576), dtype)
+    cache, table = paged_cache(rng, lengths, 64, 2, 576, dtype)
+    cache = (cache.astype(np.float32) * np.where(np.arange(576) < 256, 1, 16) * 0.1).astype(dtype)
+    lengths = np.array(lengths, np.int32)
+    out, lse = flash_mla_with_kvcache(*(gpu.put(x) for x in (q, cache, table, lengths)), 512)
+    references = [reference_dense.attend(q, cache, table, lengths, 512, mode=mode) for mode in ("exact", "rounded")]
+    for columns in (slice(0, 256), slice(256, 512)):
+        halves = [(exact[..., columns], exact_lse) for exact, exact_lse in references]
+        errors = compare(simulator.host(out)[..., columns], simulator.host(lse), *halves)
+        assert errors.message is None, errors.message
+
+
+def test_tiny_outputs_of_split_requests_keep_their_bits(gpu):
+    rng = np.random.default_rng(6)
+    q, lengths = normal(rng, (1, 1, 4, 576), BF16), np.array([500], np.int32)
+    cache, table = paged_cache(rng, [500], 64, 1, 576, BF16)
+    cache = (cache.astype(np.float32) * 1e-36).astype(BF16)
     out, lse = flash_mla_with_kvcache(*(gpu.put(x) for x in (q, cache, table, lengths)), 512)
     references = [reference_dense.attend(q, cache, table, lengths, 512, mode=mode) for mode in ("exact", "rounded")]
     errors = compare(simulator.host(out), simulator.host(lse), *references)
@@ -481,6 +510,13 @@ def test_merge_states(gpu, count):
     by_row = lses.astype(np.float64).swapaxes(2, 3)
     exact_out, exact_lse = reference_combine.merge(outs.astype(np.float64), by_row, xp=np)
     assert np.allclose(out, exact_out, atol=1e-5) and np.allclose(lse, exact_lse.swapaxes(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_merging_the_largest_numbers_does_not_overflow(gpu, count):
+    outs = np.full((count, 3, 8), 3e38, np.float32)
+    out, _ = merge_states(gpu.put(outs), gpu.put(np.zeros((count, 3), np.float32)))
+    assert np.allclose(simulator.host(out), 3e38)
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -105,9 +105,9 @@ def test_rows_of_cache_conversion():
     assert [case.direction for case in bench_cases.select(" quantize", "kv_quant")] == ["quantize"] * 4
 
 
-@pytest.mark.parametrize("case, us, gbps", zip(
+@pytest.mark.parametrize("case, us, gbps", list(zip(
     KV_QUANT, (521.7, 509.4, 761.9, 1045.3, 482.7, 460.4, 686.8, 792.2),
-    (3634, 3722, 4074, 2969, 3493, 3662, 4018, 3484), strict=True))
+    (3634, 3722, 4074, 2969, 3493, 3662, 4018, 3484), strict=True)))
 def test_work_of_cache_conversion_gives_the_published_figures(case, us, gbps):
     assert work_model.of(case).gbps(us) == pytest.approx(gbps, abs=0.5) and work_model.of(case).flop == 0
 

@@ -125,8 +125,8 @@ def test_writes_outside_are_found(monkeypatch):
 
 
 # ---- benchmark rows
-@pytest.mark.parametrize("case, us, tflops", zip(
-    bench_cases.SPARSE_PREFILL, (3943, 4233, 4505, 2019, 655, 2073), (593, 552, 519, 579, 420, 531), strict=False))
+@pytest.mark.parametrize("case, us, tflops", list(zip(
+    bench_cases.SPARSE_PREFILL, (3943, 4233, 4505, 2019, 655, 2073), (593, 552, 519, 579, 420, 531), strict=False)))
 def test_work_model_gives_the_published_figures(case, us, tflops):
     assert work_model.of(case).tflops(us) == pytest.approx(tflops, rel=0.005)
 

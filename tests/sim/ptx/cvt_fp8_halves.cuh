@@ -7,10 +7,10 @@ inline uint32_t cvt_rn_f16x2_e4m3x2_low(uint32_t codes) { return cvt_rn_f16x2_e4
 inline uint32_t cvt_rn_f16x2_e4m3x2_high(uint32_t codes) { return cvt_rn_f16x2_e4m3x2((uint16_t)(codes >> 16)); }
 
 // The code nearest to each half, ties to the even one.
-inline uint16_t cvt_rn_satfinite_e4m3x2_f16x2(uint32_t halves) {
-  uint16_t codes = 0;
-  for (int i = 0; i < 2; i++) {
-    const float x = widened<fp16_t>((uint16_t)(halves >> 16 * i)), magnitude = fabsf(x);
+inline uint32_t cvt_rn_satfinite_e4m3x4_f16x2(uint32_t halves01, uint32_t halves23) {
+  uint32_t codes = 0;
+  for (int i = 0; i < 4; i++) {
+    const float x = widened<fp16_t>((uint16_t)((i < 2 ? halves01 : halves23) >> i % 2 * 16)), magnitude = fabsf(x);
     uint32_t code = 0x7f;
     if (x == x) {
       code = 0x7e;
