@@ -412,6 +412,13 @@ def test_columns_of_a_long_merged_row_are_shared_by_blocks(gpu):
     assert gpu.launches[0].grid == (1, 3, 1)
 
 
+@pytest.mark.parametrize("shape", [(2**31 - 15, 4), (1, 65535 * 512 + 4)], ids=str)
+def test_more_rows_or_columns_than_the_kernel_counts_are_refused(gpu, shape):
+    with pytest.raises(ValueError, match=r"outs: got partial results of shape .*, expected at most 2147483632 rows"):
+        merge_states(gpu.array((1, *shape), np.float32), gpu.array((1, *shape[:-1]), np.float32))
+    assert gpu.events == []
+
+
 # ---- host time ----
 def test_host_time_of_a_planned_call(gpu):
     """The library's own share of an eager call, without the launches. The bound is loose: machines differ."""
