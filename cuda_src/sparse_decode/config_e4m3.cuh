@@ -16,6 +16,7 @@ struct alignas(64) TokenScales {
   uint16_t value[4][64];  // tile, token: the same over the token's unit, fp16
   float exponent[64];     // token (column_order): log2 of the unit, the power of two below its largest scale; no token: -inf
   float inverse[64];      // 1 / unit
+  float group_exponent[4], group_inverse[4];  // of the unit of 16 tokens; +inf if they have not one in common
 };
 
 // What the output warpgroups need with a P.
@@ -24,6 +25,8 @@ struct alignas(8) Factors {
   float inv_sum[64];   // per row: 1 / row sum (and the sink), valid with the last block of a request
   uint8_t rescales[4]; // whether any of a warp's 16 rows has a factor other than 1
 };
+
+constexpr int64_t kNoRow = (int64_t)1 << 63;
 
 template <int kStages>
 struct alignas(1024) E4m3Storage {
@@ -35,6 +38,7 @@ struct alignas(1024) E4m3Storage {
   float q_unit[64];                         // per row: what its codes are multiples of
   float largest[2][4][64];                  // half, warp, row: of the output's magnitudes
   float multiplier[2][64];                  // half, row: of the output
+  int64_t out_offset[64];                   // per row, from a request's output: elements; kNoRow if it does not exist
   uint64_t k_full[kStages], k_empty[kStages], p_full[2], p_empty[2];
   attention::PartPlan plan;
 };

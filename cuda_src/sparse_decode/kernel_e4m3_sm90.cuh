@@ -14,6 +14,7 @@
 // block   512 threads, one CTA an SM
 // roles   warpgroup 0  scores: S = Q K^T, masking, softmax, P to shared memory, row sums, log-sum-exp, sink
 //         warpgroup 1  output half 0: O[:, 0:256] += P V      warpgroup 2  output half 1: O[:, 256:512] += P V
+//         Both encode the first Q, for they have nothing else to do yet; the scores those after it.
 //         warpgroup 3  finds the tokens of each block, a warp 16 of them; copies their codes, and works out their scales
 // order   The halves are told of P (n) when half of Q K^T (n + 1) is done, and keep the tensor cores busy during its softmax.
 //
@@ -23,7 +24,6 @@
 // p_full[i]   4 (warps)                        scores       both halves  p[i], factors[i] may be read
 // p_empty[i]  8 (warps)                        both halves  scores       they have been read
 #pragma once
-#include "attention/epilogue.cuh"
 #include "attention/half_partial.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/split.cuh"
@@ -62,8 +62,9 @@ namespace flashmla::sparse_decode {
 using tile::arrive_once_per_warp;
 using tile::smem_addr;
 
-constexpr uint32_t kScoreBarrier = 1;   // named barriers, one a warpgroup
-constexpr uint32_t kOutputBarrier = 2;  // + half
+// Named barriers: one a warpgroup, and two by which the output warpgroups tell the copies and the scores of the first Q.
+constexpr uint32_t kScoreBarrier = 1, kOutputBarrier = 2;  // + half
+constexpr uint32_t kQueryCopied = 4, kQueryEncoded = 5;
 
 // Bytes from the beginning of a struct.
 template <class Storage, class Member>
@@ -75,6 +76,12 @@ __device__ __forceinline__ uint32_t offset_of(Member Storage::*member) {
 __device__ __forceinline__ float2 load_pair(const float* at) {
   const uint2 v = ptx::ld_shared_v2(smem_addr(at));
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+// One of E4m3Storage::out_offset.
+__device__ __forceinline__ int64_t load_offset(const int64_t* at) {
+  const uint2 v = ptx::ld_shared_v2(smem_addr(at));
+  return (int64_t)((uint64_t)v.y << 32 | v.x);
 }
 
 // Values of the 64 tokens, in the order in which a score thread needs them: those of its 16 columns are neighbours, four by four,
@@ -103,26 +110,45 @@ __device__ __forceinline__ float of_column(const float4& columns, int j) {
 }
 
 // ---- copies -----------------------------------------------------------------------------------------------------
-// A token's scales as scores and output need them. One that does not exist gets a score of -inf. Units stay within 2^-40 and
-// 2^60, so that the sum of a row holds for tokens of any unit: then values below 2^-64 are lost, and those beyond 2^76 become
-// infinite.
-__device__ __forceinline__ void store_scales(TokenScales& to, int token, bool exists, uint4 scales) {
+// A warp's 16 tokens (a group): their scales as scores and output need them. Where all exist and no scale is less than 2^-8 of the
+// largest, they have one unit; else each its own, which takes the scores longer. One that does not exist gets a score of -inf.
+// Units stay within 2^-40 and 2^60, so that the sum of a row holds for tokens of any unit: then values below 2^-64 are lost, and
+// those beyond 2^76 become infinite. Lanes 16 and up have the tokens of those below.
+__device__ __forceinline__ void store_scales(TokenScales& to, bool exists, uint4 scales) {
   const uint32_t of_tile[4] = {scales.x, scales.y, scales.z, scales.w};
-  uint32_t largest = 0;
-#pragma unroll
-  for (int t = 0; t < 4; t++) largest = max(largest, of_tile[t] & 0x7fffffff);
-  const int biased = min(max((int)(largest >> 23), 127 - 40), 127 + 60);
-  const float inverse = __int_as_float((254 - biased) << 23);
+  uint32_t largest = 0, least = ~0u;  // magnitudes; what is least of those above zero, less 1
 #pragma unroll
   for (int t = 0; t < 4; t++) {
-    to.key[t][column_order(token)] = __uint_as_float(of_tile[t]);
-    to.value[t][token] = (uint16_t)ptx::cvt_rn_f16x2(__uint_as_float(of_tile[t]) * inverse, 0.0f);
+    largest = max(largest, of_tile[t] & 0x7fffffff);
+    least = min(least, (of_tile[t] & 0x7fffffff) - 1);
   }
-  to.exponent[column_order(token)] = exists ? (float)(biased - 127) : -infinity();
-  to.inverse[column_order(token)] = inverse;
+  int biased = min(max((int)(largest >> 23), 127 - 40), 127 + 60);
+  const int biased_group = __reduce_max_sync(kFullWarp, exists ? biased : 0);
+  const bool one_unit = __all_sync(kFullWarp, exists & (int)(least >> 23) >= biased_group - 8);
+  if (one_unit) biased = biased_group;
+  const float inverse = __int_as_float((254 - biased) << 23), exponent = (float)(biased - 127);
+  const int group = tile::warp_in_group(), lane = tile::lane_id(), token = 16 * group + lane;
+  if (lane == 0) {
+    to.group_exponent[group] = one_unit ? exponent : infinity();
+    to.group_inverse[group] = inverse;
+  }
+  if (lane < 16) {
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+      to.key[t][column_order(token)] = __uint_as_float(of_tile[t]);
+      to.value[t][token] = (uint16_t)ptx::cvt_rn_f16x2(__uint_as_float(of_tile[t]) * inverse, 0.0f);
+    }
+    to.exponent[column_order(token)] = exists ? exponent : -infinity();
+    to.inverse[column_order(token)] = inverse;
+  }
 }
 
 __device__ const uint4 kNoScales[1] = {};
+
+template <class Format>
+__device__ __forceinline__ uint4 load_scales(const TokenAddress& at) {
+  return ptx::ld_global_nc_v4(at.row == nullptr ? reinterpret_cast<const uint8_t*>(kNoScales) : at.row + Format::kNope);
+}
 
 // Warpgroup 3. What is copied was named a block before. Where a warp's 16 tokens all exist and lie in one page, the copy engine
 // takes them; else cp.async, which makes zeros of those that do not exist.
@@ -135,6 +161,9 @@ __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, co
   tile::RingPosition<Config::kStages> ring;
   TokenName name = cursor.load_name();
   TokenAddress at = locate<Config>(params, name);
+  bool starting = true;
+  uint4 scales;
+  if (!Config::kPaged) scales = load_scales<Format>(at);
   while (!cursor.at_end()) {
     const uint32_t valid = __ballot_sync(kFullWarp, at.row != nullptr);
     const bool boxes = Config::kPaged && params.whole_boxes && valid == kFullWarp;
@@ -162,18 +191,20 @@ __device__ __forceinline__ void copy_tokens(const SparseDecodeParams& params, co
       }
       if (lane == 0) ptx::mbarrier_arrive(full);
     }
-    const uint4 scales =
-        ptx::ld_global_nc_v4(at.row == nullptr ? reinterpret_cast<const uint8_t*>(kNoScales) : at.row + Format::kNope);
+    if (Config::kPaged) scales = load_scales<Format>(at);
     cursor.next();
     name = cursor.load_name();
-    if (lane < 16) store_scales(smem.scales[ring.stage], 16 * warp + lane, valid >> lane & 1, scales);
+    store_scales(smem.scales[ring.stage], valid >> lane & 1, scales);
     if (!boxes) {
       ptx::cp_async_wait_all();
       ptx::fence_proxy_async();  // by these warps, which have the time, for wgmma to read
     }
     arrive_once_per_warp(full);
+    if (starting) ptx::bar_sync(kQueryCopied, 384);  // an SM takes in so much: Q before the second block
+    starting = false;
     ring.advance();
     at = locate<Config>(params, name);
+    if (!Config::kPaged) scales = load_scales<Format>(at);
     if (!Config::kPaged && at.row != nullptr) {  // of a token that may lie anywhere: to the L2, while the stage is still in use
       const uint8_t* half = at.row + lane / 16 * 384;  // two lanes a token
       ptx::prefetch_l2(half);
@@ -200,18 +231,29 @@ __device__ __forceinline__ CodePair split_codes(uint32_t bf16_01, uint32_t bf16_
                                                    ptx::sub_rn_f16x2(halves[1], ptx::cvt_rn_f16x2_e4m3x2_high(high)))};
 }
 
-// Q of one request, in two steps. First its rows are copied to where their codes will be: a quad two of them, when no warp reads
-// the tiles any more. Of every 128 dims, 64 lie in the place of the low codes and 64 in that of the high ones.
-template <class Config>
-__device__ __forceinline__ void request_query(const SparseDecodeParams& params, int req, typename Config::Storage& smem) {
+// Q of one request, in two steps, by warps of 4 kSteps rows each. Lanes 8 g to 8 g + 7 take one row at a time, each of them 8 of
+// every 64 dims; which row is such that loads and stores meet no bank twice. This is a lane's first one.
+template <int kSteps>
+__device__ __forceinline__ int first_query_row(int warp) {
+  const int g = ptx::tid_x() % 32 / 8;
+  return 4 * kSteps * warp + g % 2 * 4 + g / 2;
+}
+__device__ __forceinline__ int query_row_of(int first_row, int step) { return first_row + step / 2 * 8 + step % 2 * 2; }
+
+// First its rows are copied to where their codes will be, when no warp reads the tiles any more. Of every 128 dims, 64 lie in the
+// place of the low codes and 64 in that of the high ones.
+template <class Config, int kSteps>
+__device__ __forceinline__ void request_query(const SparseDecodeParams& params, int req, int first_row,
+                                              typename Config::Storage& smem) {
+  const int chunk = ptx::tid_x() % 8;
 #pragma unroll 1
-  for (int r = 0; r < 2; r++) {
-    const int row = tile::fragment_row_again() + 8 * r, c = ptx::tid_x() & 3;
-    const uint4* src = reinterpret_cast<const uint4*>(query_pointer<Config>(params, req, row)) + c;
+  for (int step = 0; step < kSteps; step++) {
+    const int row = query_row_of(first_row, step);
+    const bf16_t* src = query_pointer<Config>(params, req, row) + 8 * chunk;
+    const uint32_t dst = smem_addr(smem.q) + tile::swizzle_128b(row, chunk);
     const uint32_t bytes = query_row<Config>(params, row).exists ? 16 : 0;  // multiplying zeros takes the least power
 #pragma unroll
-    for (int i = 0; i < 18; i++)
-      ptx::cp_async_16(smem_addr(smem.q[i / 2]) + tile::swizzle_128b(row, i % 2 * 4 + c), src + 4 * i, bytes);
+    for (int t = 0; t < 9; t++) ptx::cp_async_16(dst + t * tile::kTileBytes, src + 64 * t, bytes);
   }
 }
 
@@ -221,73 +263,55 @@ __device__ __forceinline__ uint32_t largest_of(const uint4& v) {
                         ptx::max_u16x2(v.z & kMagnitudes, v.w & kMagnitudes));
 }
 
-// Then they become codes, multiples of a power of two for each row, its unit, of which the largest value is 128 to 256. RoPE is
-// divided by it too. A row that is not finite becomes zeros, and its unit 0: its sum will be NaN if it sees any token.
-template <class Config>
-__device__ __forceinline__ void encode_query(typename Config::Storage& smem) {
-  ptx::cp_async_wait_all();
+// Then what the warp copied becomes codes, multiples of a power of two for each row, its unit, of which the largest value is 128
+// to 256. RoPE is divided by it too. A row that is not finite becomes zeros, and its unit 0: its sum will be NaN if it sees any
+// token.
+template <class Config, int kSteps>
+__device__ __forceinline__ void encode_query(int first_row, typename Config::Storage& smem) {
   __syncwarp();
-  const int c = ptx::tid_x() & 3;
-  const uint32_t copied = smem_addr(smem.q) + tile::swizzle_128b(tile::fragment_row_again(), c);  // the chunk four further: ^ 64
-  constexpr uint32_t kRow = 8 * tile::kTileRowBytes;  // from a thread's first row to its second
-  uint32_t factor[2], largest_nope[2] = {0, 0};
+  const int chunk = ptx::tid_x() % 8;
 #pragma unroll 1
-  for (int t = 0; t < 8; t += 2)
+  for (int step = 0; step < kSteps; step++) {
+    const int row = query_row_of(first_row, step);
+    const uint32_t copied = smem_addr(smem.q) + tile::swizzle_128b(row, chunk);
+    uint4 v[9];
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      largest_nope[i % 2] = ptx::max_u16x2(largest_nope[i % 2], largest_of(ptx::ld_shared_v4(
-                                (copied ^ i / 2 % 2 * 64) + (t + i / 4) * tile::kTileBytes + i % 2 * kRow)));
+    for (int t = 0; t < 9; t++) v[t] = ptx::ld_shared_v4(copied + t * tile::kTileBytes);
+    uint32_t largest = 0, largest_rope = largest_of(v[8]);
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    uint32_t largest = largest_nope[r];
-    const uint32_t rope = copied + 8 * tile::kTileBytes + r * kRow;
-    uint4 rope0 = ptx::ld_shared_v4(rope), rope1 = ptx::ld_shared_v4(rope ^ 64);
-    const uint32_t largest_rope = ptx::max_u16x2(largest_of(rope0), largest_of(rope1));
+    for (int t = 0; t < 8; t++) largest = ptx::max_u16x2(largest, largest_of(v[t]));
     largest = ptx::max_u16x2(ptx::prmt(largest, largest_rope, 0x5410), ptx::prmt(largest, largest_rope, 0x7632));
-    largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 1));
-    largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+#pragma unroll
+    for (int distance = 1; distance < 8; distance *= 2)
+      largest = ptx::max_u16x2(largest, __shfl_xor_sync(kFullWarp, largest, distance));
     const int biased_nope = largest >> 7 & 0xff, biased_rope = largest >> 23;
     const int biased = max(biased_nope, max(biased_rope - 40, 16));  // so that RoPE stays finite
     const bool finite = biased_nope < 255 && biased_rope < 255;
     if (!finite) {
-      rope0 = rope1 = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-      for (int i = 0; i < 16; i++) ptx::st_shared_v4((copied ^ i % 2 * 64) + i / 2 * tile::kTileBytes + r * kRow, rope0);
-    }
-    if (c == 0) smem.q_unit[tile::fragment_row_again() + 8 * r] = __int_as_float(finite ? (biased - 7) << 23 : 0);
-    factor[r] = (261 - biased) << 7 | (261 - biased) << 23;
-    const auto scaled = [&](const uint4& v) {
-      return make_uint4(ptx::mul_rn_bf16x2(v.x, factor[r]), ptx::mul_rn_bf16x2(v.y, factor[r]),
-                        ptx::mul_rn_bf16x2(v.z, factor[r]), ptx::mul_rn_bf16x2(v.w, factor[r]));
-    };
-    ptx::st_shared_v4(rope, scaled(rope0));
-    ptx::st_shared_v4(rope ^ 64, scaled(rope1));
-  }
-  const uint32_t coded = smem_addr(smem.q) + tile::swizzle_128b(tile::fragment_row_again(), c / 2) + c % 2 * 8;
-#pragma unroll 1
-  for (int i = 0; i < 8; i++) {
-    const int r = i % 2;
-    const uint32_t tiles = i / 2 * 2 * tile::kTileBytes + r * kRow;  // of the low codes; those of the high ones are the next
-    const uint32_t inverse_unit = r == 0 ? factor[0] : factor[1];
-    uint4 v[4];  // 32 dims each: dims 8 c to 8 c + 7 of them
 #pragma unroll
-    for (int d = 0; d < 4; d++) v[d] = ptx::ld_shared_v4((copied ^ d % 2 * 64) + tiles + d / 2 * tile::kTileBytes);
+      for (int t = 0; t < 9; t++) v[t] = make_uint4(0, 0, 0, 0);
+    }
+    if (chunk == 0) smem.q_unit[row] = __int_as_float(finite ? (biased - 7) << 23 : 0);
+    const uint32_t inverse_unit = (261 - biased) << 7 | (261 - biased) << 23;
+    ptx::st_shared_v4(copied + 8 * tile::kTileBytes,
+                      make_uint4(ptx::mul_rn_bf16x2(v[8].x, inverse_unit), ptx::mul_rn_bf16x2(v[8].y, inverse_unit),
+                                 ptx::mul_rn_bf16x2(v[8].z, inverse_unit), ptx::mul_rn_bf16x2(v[8].w, inverse_unit)));
+    const uint32_t coded = smem_addr(smem.q) + tile::swizzle_128b(row, chunk / 2) + chunk % 2 * 8;
     __syncwarp();
 #pragma unroll
-    for (int d = 0; d < 4; d++) {
-      const CodePair a = split_codes(v[d].x, v[d].y, inverse_unit), b = split_codes(v[d].z, v[d].w, inverse_unit);
-      ptx::st_shared_v2((coded ^ 32 * d) + tiles, make_uint2(a.low, b.low));
-      ptx::st_shared_v2((coded ^ 32 * d) + tiles + tile::kTileBytes, make_uint2(a.high, b.high));
+    for (int t = 0; t < 8; t++) {
+      const CodePair a = split_codes(v[t].x, v[t].y, inverse_unit), b = split_codes(v[t].z, v[t].w, inverse_unit);
+      const uint32_t low = (coded ^ t % 2 * 64) + t / 2 * 2 * tile::kTileBytes;
+      ptx::st_shared_v2(low, make_uint2(a.low, b.low));
+      ptx::st_shared_v2(low + tile::kTileBytes, make_uint2(a.high, b.high));
     }
   }
   ptx::fence_proxy_async();
-  ptx::bar_sync(kScoreBarrier, 128);
 }
 
-// S = Q K^T for one block, in units of Q's rows. tile_done(t): called when the products of tile t are. columns: becomes the first
-// half of log2 of the tokens' units.
+// S = Q K^T for one block, in units of Q's rows. tile_done(t): called when the products of tile t are.
 template <class Config, class TileDone>
-__device__ __forceinline__ void compute_products(float (&s)[32], float4 (&columns)[2], uint32_t smem, uint32_t scales,
+__device__ __forceinline__ void compute_products(float (&s)[32], uint32_t smem, uint32_t scales,
                                                  const tile::RingPosition<Config::kStages>& ring, TileDone tile_done) {
   using Storage = typename Config::Storage;
   tile::wait(smem + offset_of(&Storage::k_full) + 8 * ring.stage, ring.phase);
@@ -309,6 +333,7 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
                                     tile::advance(k_desc, 4 * tile::kTileBytes + i * tile::kKMajorStepBytes), i > 0);
   start(0);
   start(1);
+  float4 columns[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) columns[i] = load_columns(scales, key_scales(0), i);
 #pragma unroll
@@ -322,8 +347,7 @@ __device__ __forceinline__ void compute_products(float (&s)[32], float4 (&column
     for (int i = 0; i < 4; i++) {
 #pragma unroll
       for (int j = 0; j < 8; j++) s[8 * i + j] += sums[t % 2][8 * i + j] * of_column(columns[i % 2], j);
-      columns[i % 2] =
-          i < 2 ? load_columns(scales, key_scales(t), i + 2) : load_columns(scales, t < 3 ? key_scales(t + 1) : exponents(), i - 2);
+      if (i < 2 || t < 3) columns[i % 2] = load_columns(scales, key_scales(i < 2 ? t : t + 1), (i + 2) % 4);
     }
     if (t < 2) {
       ptx::wgmma_fence();
@@ -401,38 +425,77 @@ constexpr float kExactFrom = 40.0f;
 // kPending: P of the block before is not announced yet.
 constexpr uint32_t kRescaled = 3, kExact = 4, kPending = 8;
 
-// P = 2^(s - maximum) in fp16, and the row sums. A probability is as precise in fp16 wherever it lies between 2^-14 and the largest
-// finite one, so it may outgrow its row's maximum by far: P is made relative to the maxima so far, and again only where one of the
-// warp's rows has outgrown its own by 2^8. raise: the maxima are raised first. Returns whether they were; rescale0, rescale1:
-// factors for what was accumulated before. flags: get kExact once this warp needs exact sums for the present request.
-// exactly(): takes the sums of products anew. finish(): makes of them log2 of what P is. mask(), if `masks`: takes tokens away.
-// What is rare stands behind one branch before the softmax and one after it, for a branch that is taken costs up to 25 cycles.
+// log2 of the unit of each group of 16 tokens, +inf if they have not one in common, and 1 / unit.
+struct GroupUnits {
+  float exponent[4], inverse[4];
+};
+__device__ __forceinline__ void load_units(GroupUnits& units, uint32_t scales) {
+  const uint4 exponents = ptx::ld_shared_v4(scales + offset_of(&TokenScales::group_exponent));
+  const uint4 inverses = ptx::ld_shared_v4(scales + offset_of(&TokenScales::group_inverse));
+  units = {{__uint_as_float(exponents.x), __uint_as_float(exponents.y), __uint_as_float(exponents.z), __uint_as_float(exponents.w)},
+           {__uint_as_float(inverses.x), __uint_as_float(inverses.y), __uint_as_float(inverses.z), __uint_as_float(inverses.w)}};
+}
+
+// P = 2^(s - maximum) in fp16, and the row sums, s being log2 of the probability times the token's unit. A probability is as precise
+// in fp16 wherever it lies between 2^-14 and the largest finite one, so it may outgrow its row's maximum by far: P is made
+// relative to the maxima so far, and again only where one of the warp's rows has outgrown its own by 2^8.
+// This is what a block takes as a rule: s are scores, to be multiplied by scale0 and scale1, and the tokens of a group have one
+// unit. exact_above: the sums beyond which scores must be exact. Returns whether that will do, the same for all lanes; if not,
+// nothing has changed but P. It will not where a group's tokens have units of their own, for infinity - anything is no number
+// below 256.
+__device__ __forceinline__ bool make_usual_probabilities(uint32_t (&p)[4][4], const float (&s)[32], float scale0, float scale1,
+                                                         const GroupUnits& units, attention::RowState& row0,
+                                                         attention::RowState& row1, const float (&exact_above)[2]) {
+  float sum0 = row0.sum, sum1 = row1.sum, all;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float offset0 = units.exponent[i] - row0.max_log2, offset1 = units.exponent[i] - row1.max_log2;
+    float of_group[2];
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const bool first = j % 4 < 2;
+      const float scale = first ? scale0 : scale1, offset = first ? offset0 : offset1;
+      const float x = ptx::ex2_approx_ftz(s[8 * i + j] * scale + offset), y = ptx::ex2_approx_ftz(s[8 * i + j + 1] * scale + offset);
+      float& sum = of_group[first ? 0 : 1];
+      sum = j < 4 ? x + y : sum + (x + y);
+      p[i][j / 2] = tile::pack<fp16_t>(x, y);
+    }
+    sum0 += of_group[0] * units.inverse[i];
+    sum1 += of_group[1] * units.inverse[i];
+    all = i == 0 ? of_group[0] + of_group[1] : all + (of_group[0] + of_group[1]);
+  }
+  // None is larger than all together.
+  if (__any_sync(kFullWarp, !(all <= 256.0f) | (sum0 > exact_above[0]) | (sum1 > exact_above[1]))) return false;
+  row0.sum = sum0;
+  row1.sum = sum1;
+  return true;
+}
+
+// The same for a block that is not usual: tokens have units of their own, are missing or masked, maxima are raised, sums must be
+// exact. s: sums of products. raise: the maxima are raised first. Returns whether they were; rescale0, rescale1: factors for what
+// was accumulated before. flags: get kExact once this warp needs exact sums for the present request. exactly(): takes the sums of
+// products anew. finish(): makes of them log2 of what P is. mask(), if `masks`: takes tokens away.
 template <class Exactly, class Finish, class Mask>
 __device__ __forceinline__ bool make_probabilities(uint32_t (&p)[4][4], float (&s)[32], uint32_t scales,
                                                    attention::RowState& row0, attention::RowState& row1, bool raise, bool masks,
                                                    float& rescale0, float& rescale1, uint32_t& flags, Exactly exactly,
                                                    Finish finish, Mask mask) {
   constexpr uint32_t kBeyondLargest = 0x23ff23ff;  // added to a probability above 2^8, sets its sign
-  rescale0 = rescale1 = 1.0f;
-  bool unusual = raise | masks | (flags & kExact) != 0, finished = false;
   float sum0, sum1;
-  for (;; unusual = true) {
-    if (unusual) {
-      if (!finished) {
-        if ((flags & kExact) != 0) exactly();
-        finish();
-        if (masks) mask();
-      }
-      if (raise) {
-        float max0, max1;
-        attention::row_max(s, max0, max1);
-        rescale0 *= row0.raise(max0);
-        rescale1 *= row1.raise(max1);
-      }
-    } else {
+  bool finished = false;
+  for (;;) {
+    if (!finished) {
+      if ((flags & kExact) != 0) exactly();
       finish();
+      if (masks) mask();
+      finished = true;
     }
-    finished = true;
+    if (raise) {
+      float max0, max1;
+      attention::row_max(s, max0, max1);
+      rescale0 *= row0.raise(max0);
+      rescale1 *= row1.raise(max1);
+    }
     sum0 = row0.sum;
     sum1 = row1.sum;
     uint32_t largest = 0;
@@ -497,11 +560,9 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
   uint32_t flags = kRescaled;
   using Storage = typename Config::Storage;
   const uint32_t smem_base = ptx::opaque(smem_addr(&smem));  // or it is worked out anew in every block
-  const uint32_t scales_place = ptx::opaque(smem_addr(smem.scales) + lane_columns());
   const uint32_t p_place = ptx::opaque(
       smem_addr(smem.p) + tile::swizzle_128b(ptx::tid_x() % 128 / 32 * 16 + ptx::tid_x() % 16, ptx::tid_x() % 32 / 16));
-  int next = next_request<Config>(params, plan, plan.begin_req);  // whose Q is loaded next
-  if (next <= plan.end_req) request_query<Config>(params, next, smem);
+  int next = plan.begin_req;  // whose Q is loaded next; the first by output warps
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     // Rows past the last get an infinite maximum: their probabilities are zero, like their queries.
     const int row = tile::fragment_row_again();
@@ -514,44 +575,59 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       end_block = fragment.end_block;
     }
     flags &= kRescaled;
+    // From this block on, rows may not see all of its tokens. Those past the end of the request do not even exist.
+    int whole_blocks = end_block;
+    if (Config::kPaged && params.causal)
+      whole_blocks = visible_tokens(params, load_seqlen(params, req), query_row<Config>(params, 0).token) / Config::kBlock;
+    float exact_above[2];
     if (block < end_block) {
-      encode_query<Config>(smem);
+      if (count == 0) {
+        ptx::bar_sync(kQueryEncoded, 384);
+      } else {
+        ptx::cp_async_wait_all();
+        encode_query<Config, 4>(first_query_row<4>(ptx::tid_x() / 32), smem);
+        ptx::bar_sync(kScoreBarrier, 128);
+      }
       next = next_request<Config>(params, plan, req + 1);
     }
     for (; block < end_block; block++) {
       float s[32];
       const bool last = block + 1 == end_block;
-      float4 columns[2];
-      const uint32_t scales = scales_place + sizeof(TokenScales) * ring.stage;
+      const uint32_t stage_scales = smem_base + offset_of(&Storage::scales) + (int)sizeof(TokenScales) * ring.stage;
+      const uint32_t scales = stage_scales + lane_columns();
       float scale0, scale1;
-      compute_products<Config>(s, columns, smem_base, scales, ring, [&](int tile) {
+      GroupUnits units;
+      compute_products<Config>(s, smem_base, scales, ring, [&](int tile) {
         if (tile == 1 && (flags & kPending) != 0) arrive_once_per_warp(smem_addr(&smem.p_full[count - 1 & 1]));
         if (tile == 3) {
           scale0 = params.scale_log2 * smem.q_unit[tile::fragment_row_again()];
           scale1 = params.scale_log2 * smem.q_unit[tile::fragment_row_again() + 8];
+          load_units(units, stage_scales);
         }
       });
-      const auto exactly = [&] {
-        multiply_exactly<Config>(s, smem, scales, ring.stage);
-        for (int i = 0; i < 2; i++) columns[i] = load_columns(scales, exponents(), i);
-      };
-      const auto finish = [&] {  // log2 of what P is: of the probability times the token's unit
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-#pragma unroll
-          for (int j = 0; j < 8; j++)
-            s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns[i % 2], j);
-          if (i < 2) columns[i] = load_columns(scales, exponents(), i + 2);
-        }
-      };
-      const auto mask = [&] {
-        if constexpr (Config::kPaged) mask_unseen<Config>(params, req, ptx::opaque(block), s);
-      };
-      float rescale0, rescale1;
+      const bool masks = Config::kPaged && block >= whole_blocks, raise = (flags & kPending) == 0;  // in a request's first block
       uint32_t p[4][4];
-      const bool rescales =
-          make_probabilities(p, s, ptx::opaque(scales), state0, state1, (flags & kPending) == 0, Config::kPaged && params.causal,
-                             rescale0, rescale1, flags, exactly, finish, mask);
+      float rescale0 = 1.0f, rescale1 = 1.0f;
+      bool rescales = false;
+      if (raise | masks | (flags & kExact) != 0 ||
+          !make_usual_probabilities(p, s, scale0, scale1, units, state0, state1, exact_above)) {
+        const auto exactly = [&] { multiply_exactly<Config>(s, smem, scales, ring.stage); };
+        const auto finish = [&] {  // log2 of what P is: of the probability times the token's unit
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const float4 columns = load_columns(scales, exponents(), i);
+#pragma unroll
+            for (int j = 0; j < 8; j++) s[8 * i + j] = s[8 * i + j] * (j % 4 < 2 ? scale0 : scale1) + of_column(columns, j);
+          }
+        };
+        const auto mask = [&] {
+          if constexpr (Config::kPaged) mask_unseen<Config>(params, req, ptx::opaque(block), s);
+        };
+        rescales = make_probabilities(p, s, ptx::opaque(scales), state0, state1, raise, masks, rescale0, rescale1, flags, exactly,
+                                      finish, mask);
+        exact_above[0] = ptx::ex2_approx_ftz(kExactFrom - state0.max_log2);
+        exact_above[1] = ptx::ex2_approx_ftz(kExactFrom - state1.max_log2);
+      }
       ring.advance();
 
       tile::wait(smem_base + offset_of(&Storage::p_empty) + 8 * (count & 1), ~count >> 1 & 1);
@@ -581,7 +657,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
           arrive_once_per_warp(smem_addr(&smem.p_full[count & 1]));
           if (next <= plan.end_req) {
             ptx::bar_sync(kScoreBarrier, 128);  // no warp reads Q any more
-            request_query<Config>(params, next, smem);
+            request_query<Config, 4>(params, next, first_query_row<4>(ptx::tid_x() / 32), smem);
           }
         }
       }
@@ -669,20 +745,21 @@ __device__ __forceinline__ void accumulate(Output& o, typename Config::Storage& 
   }
 }
 
-// All rows, multiplied by their factors. An 8 x 8 block of (dim, row) is transposed between the lanes: then lane 4 r + c has
-// dims 8 c + k % 4 and 8 c + 4 + k % 4 of each 32 of row r. row_pointer(row): this warp's dims of it, or null to skip it.
+// All rows, multiplied by their factors; a row with factor 0 becomes 0, whatever the accumulators hold. An 8 x 8 block of (dim,
+// row) is transposed between the lanes: then lane 4 r + c has dims 8 c + k % 4 and 8 c + 4 + k % 4 of each 32 of row r.
+// row_pointer(row): this warp's dims of it, or null to skip it.
 template <class Element, class RowPointer>
 __device__ __forceinline__ void store_rows(const Output& o, const float* multiplier, RowPointer row_pointer) {
   const int lane = ptx::tid_x() % 32;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const float2 factor = load_pair(multiplier + 8 * i + lane % 4 * 2);
+    const uint32_t counts = (factor.x == 0.0f ? 0 : 0xffff) | (factor.y == 0.0f ? 0 : 0xffff0000);
     uint32_t v[8];
 #pragma unroll
     for (int k = 0; k < 8; k++) {
       const float x = o[k / 2][4 * i + k % 2 * 2], y = o[k / 2][4 * i + k % 2 * 2 + 1];
-      v[k] = ptx::movmatrix_trans(
-          tile::pack<Element>(attention::normalised(x, factor.x), attention::normalised(y, factor.y)));
+      v[k] = ptx::movmatrix_trans(tile::pack<Element>(x * factor.x, y * factor.y) & counts);
     }
     Element* row = row_pointer(8 * i + lane / 4);
     if (row == nullptr) continue;
@@ -720,11 +797,10 @@ __device__ __forceinline__ void store_output(const SparseDecodeParams& params, t
                                              int req, const Output& o, const float* inv_sum) {
   const int thread = ptx::tid_x() % 128, first_dim = 256 * half + thread / 32 * 64;
   if (slot < 0) {
-    store_rows<bf16_t>(o, inv_sum, [&](int local_row) -> bf16_t* {
-      const QueryRow row = query_row<Config>(params, local_row);
-      if (!row.exists) return nullptr;
-      return reinterpret_cast<bf16_t*>(params.out) + req * params.out_stride_batch + row.token * params.out_stride_token +
-             row.head * params.out_stride_head + first_dim;
+    bf16_t* out = reinterpret_cast<bf16_t*>(params.out) + req * params.out_stride_batch + first_dim;
+    store_rows<bf16_t>(o, inv_sum, [&](int row) {
+      const int64_t offset = load_offset(&smem.out_offset[row]);
+      return offset == kNoRow ? nullptr : out + offset;
     });
     return;
   }
@@ -758,6 +834,15 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
                                                typename Config::Storage& smem) {
   tile::RingPosition<Config::kStages> ring;
   uint32_t count = 0;  // of the blocks before: its lowest bit is the index of p, the next the parity of p's barriers
+  const int first = next_request<Config>(params, plan, plan.begin_req);
+  if (first <= plan.end_req) {  // its Q, by warps that have nothing else to do yet
+    const int row = first_query_row<2>(ptx::tid_x() / 32 - 4);
+    request_query<Config, 2>(params, first, row, smem);
+    ptx::cp_async_wait_all();
+    ptx::bar_arrive(kQueryCopied, 384);
+    encode_query<Config, 2>(row, smem);
+    ptx::bar_arrive(kQueryEncoded, 384);
+  }
   Output o;
   for (int req = plan.begin_req; req <= plan.end_req; req++) {
     int blocks_left;
@@ -780,16 +865,16 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
       ring.advance();
     }
     const int slot = partial_slot(params, plan, req), half = output_half();
+    const float* inv_sum = smem.factors[count - 1 & 1].inv_sum;
     if (empty) {
       // Whose inverse sums nobody writes: those of a row without keys are 0.
       ptx::bar_sync(kOutputBarrier + half, 128);  // no warp reads those of the request before any more
       smem.multiplier[half][ptx::tid_x() % 64] = 0.0f;
       ptx::bar_sync(kOutputBarrier + half, 128);
-      store_output<Config>(params, smem, half, slot, req, o, smem.multiplier[half]);
-    } else {
-      store_output<Config>(params, smem, half, slot, req, o, smem.factors[count - 1 & 1].inv_sum);
-      arrive_once_per_warp(smem_addr(&smem.p_empty[count - 1 & 1]));
+      inv_sum = smem.multiplier[half];
     }
+    store_output<Config>(params, smem, half, slot, req, o, inv_sum);
+    if (!empty) arrive_once_per_warp(smem_addr(&smem.p_empty[count - 1 & 1]));
   }
 }
 
@@ -814,6 +899,10 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
   Storage& smem = *reinterpret_cast<Storage*>(dynamic_smem);
   FLASHMLA_ASSERT(smem_addr(dynamic_smem) % 1024 == 0);
   if (threadIdx.x == 0) init_barriers<Config>(smem);
+  if (threadIdx.x >= 64 && threadIdx.x < 128) {
+    const QueryRow row = query_row<Config>(params, threadIdx.x - 64);
+    smem.out_offset[threadIdx.x - 64] = row.exists ? row.token * params.out_stride_token + row.head * params.out_stride_head : kNoRow;
+  }
   ptx::griddepcontrol_wait();
   // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
   ptx::griddepcontrol_launch_dependents();

@@ -73,10 +73,30 @@ struct MBarrier {
   }
 };
 
+struct NamedBarrier {  // of as many threads as those who come say
+  std::mutex mutex;
+  std::condition_variable changed;
+  unsigned threads = 0, arrived = 0, phase = 0;
+  void arrive(unsigned expected, bool waits) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (arrived > 0 && expected != threads) die("named barrier: another number of threads than the one before said");
+    threads = expected;
+    const unsigned before = phase;
+    if (++arrived == threads) {
+      arrived = 0;
+      phase++;
+      changed.notify_all();
+    } else if (waits && !changed.wait_for(lock, std::chrono::seconds(kWaitSeconds), [&] { return phase != before; })) {
+      die("waited too long at a named barrier");
+    }
+  }
+};
+
 struct Cta {
   alignas(1024) unsigned char shared[kSharedBytes];
   MBarrier mbarriers[kSharedBytes / 8];
-  Barrier all, named[kNamedBarriers];
+  Barrier all;
+  NamedBarrier named[kNamedBarriers];
   Warp warps[kMaxThreads / 32];
   std::atomic<int> vote;
 };
@@ -167,6 +187,14 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
   });
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == ~0u; }
+inline int __reduce_max_sync(unsigned, int value) {
+  return sim::among_lanes((unsigned)value, [](const unsigned long long* words) {
+    int largest = (int)words[0];
+    for (int i = 1; i < 32; i++) largest = std::max(largest, (int)words[i]);
+    return largest;
+  });
+}
 inline int __reduce_add_sync(unsigned, int value) {
   return sim::among_lanes((unsigned)value, [](const unsigned long long* words) {
     int sum = 0;

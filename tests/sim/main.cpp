@@ -19,7 +19,6 @@ extern "C" void launch(const Params* params, unsigned grid_x, unsigned grid_y, u
           sim::Cta& cta = sim::ctas[rank];
           memset(cta.shared, 0x7f, sizeof cta.shared);  // NaN in every format
           cta.all.init(kThreads);
-          for (auto& barrier : cta.named) barrier.init(128);
           for (auto& warp : cta.warps) warp.barrier.init(32);
         }
         for (unsigned t = 0; t < kCluster * kThreads; t++)
@@ -31,5 +30,8 @@ extern "C" void launch(const Params* params, unsigned grid_x, unsigned grid_y, u
           });
         for (auto& thread : threads) thread.join();
         if (sim::copies_on_their_way) sim::die("a CTA ends while copies are on their way");
+        for (auto& cta : sim::ctas)
+          for (auto& barrier : cta.named)
+            if (barrier.arrived) sim::die("a CTA ends while a named barrier is not complete");
       }
 }

@@ -1,9 +1,7 @@
 #pragma once
 namespace flashmla::ptx {
 
-inline void bar_sync(uint32_t id, uint32_t threads) {
-  if (threads != 128) sim::die("named barriers are of 128 threads here");
-  sim::cta().named[id].wait();
-}
+inline void bar_sync(uint32_t id, uint32_t threads) { sim::cta().named[id].arrive(threads, true); }
+inline void bar_arrive(uint32_t id, uint32_t threads) { sim::cta().named[id].arrive(threads, false); }
 
 }  // namespace flashmla::ptx
