@@ -198,11 +198,11 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 # The kernel for few query rows gets at most those of one mma, and so of one CTA: there it takes 177 us and the kernel
 # for 64 rows 316 (dense 128,16,1,8192). Two CTAs are hardly faster: 307.9 us against 318.4 (dense 128,32,1,8192).
 FEW_ROWS = 16
-# The kernel that multiplies codes as they are takes up to a sixth less time a KV block, and 2 us more for a start.
-# 2 blocks a part 13.5 us by the other and 15.7 by this one (graph 1,128,1,2048), 8 blocks 35.5 and 36.5 (graph
-# 16,128,1,2048), 31 blocks 98.5 and 98.2 (128,64,1,2048), 62 blocks 175.6 and 167.7 (128,128,1,2048), 248 blocks 618.6
-# and 518.4 (dense 128,128,1,8192).
-CODES_BLOCKS = 16
+# The kernel that multiplies codes as they are takes up to a fifth less time a KV block. With 1 block a part it takes
+# 14.4 us and the other 13.9 (graph 1,128,1,2048), with 2 blocks 18.1 and 18.0 (2,128,2,2048), 3.9 blocks 22.7 and 23.3
+# (8,128,1,2048), 7.75 blocks 29.9 and 32.4 (16,128,1,2048), 31 blocks 87.3 and 98.8 (128,64,1,2048), 248 blocks 494.6
+# and 628.8 (dense 128,128,1,8192).
+CODES_BLOCKS = 7
 _codes: bool | None = None  # None: by the number of blocks
 _crossover = False
 

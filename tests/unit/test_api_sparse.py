@@ -264,11 +264,11 @@ def test_codes_are_multiplied_where_that_is_faster(rows, codes, crossover, expec
     assert [sparse_decode_op.variant(sparse, rows, True, codes, crossover) for sparse in (True, False)] == expected
 
 
-@pytest.mark.parametrize("blocks, h_q, d_qk, path", [(32, 64, 576, "e4m3_sm90"), (31, 64, 576, "sm90"),
-                                                     (32, 64, 512, "sm90"), (32, 16, 576, "few_rows_sm90")])
+@pytest.mark.parametrize("blocks, h_q, d_qk, path", [(14, 64, 576, "e4m3_sm90"), (13, 64, 576, "sm90"),
+                                                     (14, 64, 512, "sm90"), (14, 16, 576, "few_rows_sm90")])
 def test_blocks_decide_whether_codes_are_multiplied(gpu, blocks, h_q, d_qk, path):
     parts, topk = 132, 64 * blocks
-    batch = 66  # half as many requests as parts: 16 blocks a part with 32 blocks a request
+    batch = 66  # half as many requests as parts: 7 blocks a part with 14 blocks a request
     width = 656 if d_qk == 576 else 584
     cache = gpu.array((40, 64, 1, width), np.uint8, strides=(-(-64 * width // 576) * 576, width, width, 1))
     arguments = {**sparse(gpu), "q": gpu.array((batch, 1, h_q, d_qk)), "k_cache": cache,
