@@ -44,6 +44,8 @@ class FakeGpu:
     maps: list[dict[str, Any]] = field(default_factory=list)  # of caches
     partial_maps: list[dict[str, Any]] = field(default_factory=list)  # of partial outputs
     graph_bytes: int = 0  # allocated as graph nodes
+    home: int = 0  # the device of arrays for which none is named
+    blocks: list[tuple[int, int, int]] = field(default_factory=list)  # address, bytes, device
     _next: int = 0x7F00_0000_0000
 
     @property
@@ -57,15 +59,25 @@ class FakeGpu:
 
     def alloc(self, nbytes: int) -> cupy.cuda.MemoryPointer:
         address, self._next = self._next, self._next + -(-max(nbytes, 1) // 512) * 512
+        self.blocks.append((address, nbytes, self.device))
         return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, nbytes, None, self.device), 0)
+
+    def device_of(self, address: int) -> int:
+        return next(device for first, nbytes, device in self.blocks if first <= address < first + nbytes)
+
+    def devices_of(self, launch: Launch) -> set[int]:
+        """Of everything that a kernel gets an address of."""
+        record = launch.params
+        addresses = [int(record[name]) for name, (dtype, *_) in record.dtype.fields.items() if dtype == np.uint64]
+        return {self.device_of(address) for address in addresses if address}
 
     def graph_alloc(self, nbytes: int) -> cupy.cuda.MemoryPointer:
         self.graph_bytes += nbytes
         return self.alloc(nbytes)
 
-    def array(self, shape: tuple[int, ...], dtype: Any = BF16, offset_bytes: int = 0, strides=None, device: int = 0):
+    def array(self, shape: tuple[int, ...], dtype: Any = BF16, offset_bytes: int = 0, strides=None, device=None):
         dtype = np.dtype(dtype)
-        before, self.device = self.device, device
+        before, self.device = self.device, self.home if device is None else device
         reach = sum(max(0, stride) * length for stride, length in zip(strides or (), shape, strict=False))
         memory = self.alloc(max(int(np.prod(shape)) * dtype.itemsize, reach) + offset_bytes + 4096)
         self.device = before
@@ -89,11 +101,12 @@ class FakeGpu:
 
 class _Kernel:
     def __init__(self, gpu: FakeGpu, spec) -> None:
-        self._gpu, self._spec = gpu, spec
+        self._gpu, self._spec, self._device = gpu, spec, gpu.device
 
     def launch(self, grid, data, pdl=False, stream_ptr=None) -> None:
         dtype = params.STRUCTS[self._spec.params]
         assert type(data) is bytes and len(data) == dtype.itemsize
+        assert self._gpu.device == self._device, "a kernel is loaded on one device"
         record = np.frombuffer(data, dtype)[0]
         self._gpu.events.append(Launch(self._spec.name, grid, record, pdl, stream_ptr, self._gpu.device))
 

@@ -220,6 +220,31 @@ def test_arrays_of_two_places(gpu, argument):
 
 
 # ---- launches on a GPU (a fake one) ----
+@pytest.mark.parametrize("given", [False, True], ids=["plans", "metadata"])
+@pytest.mark.parametrize("make", [
+    lambda gpu: gpu.decode(), lambda gpu: gpu.decode(batch=1, s_q=2, h_q=128), lambda gpu: dense_fp8(gpu),
+    lambda gpu: {**dense_fp8(gpu), "q": gpu.array((2, 1, 64, 576))}, lambda gpu: dense_fp8(gpu, d_qk=512),
+    lambda gpu: sparse(gpu, h_q=128, topk=64 * 1000), lambda gpu: sparse(gpu, extra=True),
+    lambda gpu: sparse(gpu, h_q=64, extra=True, attn_sink=gpu.array((64,), np.float32)),
+], ids=["dense", "dense_rows", "fp8_few", "fp8", "fp8_d512", "codes", "few", "keys"])
+def test_calls_on_two_devices_in_turn_use_nothing_of_each_other(gpu, make, given):
+    parts = None
+    for home in (0, 1, 1, 0, 1):
+        gpu.home = home
+        arguments = make(gpu)
+        flash_mla_with_kvcache(**arguments)
+        if given:  # as many parts as the call has planned for
+            parts = parts or int(next(launch for launch in gpu.launches if launch.name == SCHED).params["num_sm_parts"])
+            flash_mla_with_kvcache(**arguments, **gpu.metadata(arguments["q"].shape[0], parts))
+        launches = gpu.take()
+        assert len(launches) == (3 if not given else 5) and {launch.device for launch in launches} == {home}
+        assert [gpu.devices_of(launch) for launch in launches] == [{home}] * len(launches)
+        maps = gpu.maps + gpu.partial_maps
+        assert {gpu.device_of(encoded["ptr"]) for encoded in maps} <= {home}
+        gpu.maps.clear()
+        gpu.partial_maps.clear()
+
+
 FEW_ROWS, SCHED, COMBINE = "sparse_decode.few_rows_sm90.v32", "sched_meta.sm80", "combine.sm80.bf16"
 
 
