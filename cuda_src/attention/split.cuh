@@ -34,6 +34,12 @@ __device__ __forceinline__ PartPlan load_part_plan(const int32_t* metadata, int 
   return plan;
 }
 
+// Without metadata nothing is cut: each part has as many whole requests. The caller sets last_token.
+__device__ __forceinline__ PartPlan whole_part_plan(int part, int num_sm_parts, int batch) {
+  const int requests = ceil_div(batch, num_sm_parts);
+  return {part, part * requests, 0, min((part + 1) * requests, batch) - 1, 0, false, false, 0};
+}
+
 struct BlockPosition {
   int req, block, end_block;
 };

@@ -124,40 +124,45 @@ __device__ __forceinline__ float sum_of_lanes(float x, int lanes) {
 // 2^(x - top) for x <= top; where nothing was attended to, 0.
 __device__ __forceinline__ float weight_of(float x, float top) { return x == -infinity() ? 0.0f : ptx::ex2_approx_ftz(x - top); }
 
-// The CTA's rows and columns of a request. A warp merges every warps_per_row-th partial result of a row, relative to the largest
-// log-sum-exp among these; then the row's warps add up. A lane holds 16 bytes of every 32 * kPerVector columns; lane j weighs the
-// j-th of 32 partial results of the warp. waited: for the split kernel; set. What runs once is kept short: fetching its
-// instructions takes longer than running them.
+// The CTA's rows and columns of a request. A group of lanes merges every groups_per_row-th partial result of a row, relative to the
+// largest log-sum-exp among its warp's; then the row's groups add up. A lane holds 16 bytes of every kLanes * kPerVector columns;
+// lane j of a group weighs the j-th of kLanes of its partial results. waited: for the split kernel; set. What runs once is kept
+// short: fetching its instructions takes longer than running them.
 template <class Config>
 __device__ __forceinline__ void merge(const CombineParams& params, int req, const Slots& slots, bool& waited) {
   using Element = typename Config::Element;
   using Partial = typename Config::Partial;
-  constexpr int kVectors = Config::kVectors, kPerVector = Config::kPerVector, kSums = Config::kSums;
+  constexpr int kVectors = Config::kVectors, kPerVector = Config::kPerVector, kSums = Config::kSums, kLanes = Config::kLanes;
   extern __shared__ __align__(16) uint8_t smem[];
   typename Config::Shared& shared = *reinterpret_cast<typename Config::Shared*>(smem);
-  const int warps_shift = params.warps_per_row_shift, warps_per_row = 1 << warps_shift;
-  const int rows = params.s_q * params.heads_per_kv, rows_shift = Config::kWarpsShift - warps_shift;  // of the CTA at a time
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = warp & (warps_per_row - 1);
-  const int groups_shift = params.column_groups_shift, columns = Config::kColumns >> groups_shift;
-  const int first_col = (params.metadata == nullptr ? blockIdx.y : blockIdx.x & ((1 << groups_shift) - 1)) * columns;
+  const int warps_shift = Config::kRows == 1 ? params.warps_per_row_shift : 0, warps_per_row = 1 << warps_shift;
+  const int groups_per_row_shift = warps_shift + Config::kResults - 1, groups_per_row = 1 << groups_per_row_shift;
+  const int rows = params.s_q * params.heads_per_kv;
+  const int rows_shift = Config::kWarpsShift + Config::kRows - 1 - warps_shift;  // of the CTA at a time
+  const int warp = threadIdx.x / 32, warp_of_row = warp & (warps_per_row - 1), lane_of_warp = threadIdx.x % 32;
+  const int lane = threadIdx.x % kLanes, group_of_warp = threadIdx.x / kLanes & (Config::kResults - 1);
+  const int columns_shift = params.column_groups_shift, columns = Config::kColumns >> (Config::kResults == 1 ? columns_shift : 0);
+  const int first_col = (params.metadata == nullptr ? blockIdx.y : blockIdx.x & ((1 << columns_shift) - 1)) * columns;
   const int row_vectors = params.d_v / kPerVector;
   const int first_vector = first_col / kPerVector + lane, end_vector = min(first_col + columns, params.d_v) / kPerVector;
-  const int most = min((slots.count + warps_per_row - 1) >> warps_shift, 32);  // partial results of a warp, of 32
+  const int most = min((slots.count + groups_per_row - 1) >> groups_per_row_shift, kLanes);  // partial results of a group
+  const int begin = warp_of_row * Config::kResults;  // the warp's first partial result
   const int lanes = most <= 1 ? 1 : 1 << (32 - __clz(most - 1));
   // Sums are relative to 2^headroom times the largest, so that none is larger than what it is of.
   const float headroom = slots.count <= 1 ? 0.0f : 32 - __clz(slots.count - 1);
   const int64_t slot_rows = (int64_t)params.h_kv * rows, slot_vectors = slot_rows * row_vectors;
-  const int64_t step_vectors = (slots.step << warps_shift) * slot_vectors;
+  const int64_t step_vectors = (slots.step << groups_per_row_shift) * slot_vectors;
 
   const int row_groups = (rows - 1 >> rows_shift) + 1;
 
 #pragma unroll 1
-  for (int group = blockIdx.x >> groups_shift; group < row_groups; group += gridDim.x >> groups_shift) {
-    const int row = (group << rows_shift) + (warp >> warps_shift), row_in_slot = blockIdx.z * rows + min(row, rows - 1);
+  for (int group = blockIdx.x >> columns_shift; group < row_groups; group += gridDim.x >> columns_shift) {
+    const int row = (group << rows_shift) + (threadIdx.x / kLanes >> groups_per_row_shift);
+    const int row_in_slot = blockIdx.z * rows + min(row, rows - 1);
     const uint4* of_row = reinterpret_cast<const uint4*>(params.o_partial) + (int64_t)row_in_slot * row_vectors + first_vector;
     const float* lse_of_row = params.lse_partial + row_in_slot;
     // A branch that is always taken: ptxas would move the wait in front of all this.
-    if (!waited && (row_in_slot | slots[share]) >= 0) ptx::griddepcontrol_wait();
+    if (!waited && (row_in_slot | slots[warp_of_row]) >= 0) ptx::griddepcontrol_wait();
     waited = true;
 
     float acc[kSums], top = -infinity(), sum = 0.0f, sink = -infinity();
@@ -165,36 +170,37 @@ __device__ __forceinline__ void merge(const CombineParams& params, int req, cons
     Element* dst = nullptr;
 #pragma unroll
     for (int k = 0; k < kSums; k++) acc[k] = 0.0f;
-    float weight[sizeof(Partial) == 2 ? kVectors : 1];
+    float weight[Config::kWeights];
 #pragma unroll 1
-    for (int first = share, turn = 0; first < slots.count || first == share;
-         first += Config::kAtOnce << warps_shift, turn = (turn + Config::kAtOnce) % 32) {
+    for (int at = begin, turn = 0; at < slots.count || at == begin;
+         at += Config::kAtOnce << groups_per_row_shift, turn = (turn + Config::kAtOnce) % kLanes) {
+      const int first = at + group_of_warp;
       float lse = -infinity();
-      if (turn == 0) {  // of the next 32; asked for first, for the data would hold it up
-        const int n = first + ((lane & (lanes - 1)) << warps_shift);
+      if (turn == 0) {  // of the next kLanes; asked for first, for the data would hold it up
+        const int n = first + ((lane & (lanes - 1)) << groups_per_row_shift);
         if (n < slots.count) {
           lse = lse_of_row[slots[n] * slot_rows];
           if constexpr (sizeof(Partial) == 2) {
             const float2 factors = *reinterpret_cast<const float2*>(
                 attention::half_partial_factors(params.lse_partial, 2 * params.num_sm_parts * slot_rows) +
                 2 * (row_in_slot + slots[n] * slot_rows));
-            weight[0] = first_col == 0 ? factors.x : factors.y;  // of the second half alone, or of both
-            weight[1] = factors.y;
+            weight[0] = first_col < 256 ? factors.x : factors.y;
+            weight[Config::kWeights - 1] = Config::kWeights == 2 ? factors.y : weight[0];
           }
         }
       }
       uint4 v[Config::kAtOnce][kVectors];
-      const uint4 *src = of_row + slots[first] * slot_vectors, *next = of_row + slots[first + warps_per_row] * slot_vectors;
+      const uint4 *src = of_row + slots[first] * slot_vectors, *next = of_row + slots[first + groups_per_row] * slot_vectors;
 #pragma unroll
       for (int j = 0; j < Config::kAtOnce; j++) {
 #pragma unroll
         for (int i = 0; i < kVectors; i++)
-          if (first + (j << warps_shift) < slots.count && first_vector + 32 * i < end_vector)
-            v[j][i] = ptx::ld_global_v4(src + 32 * i);
+          if (first + (j << groups_per_row_shift) < slots.count && first_vector + kLanes * i < end_vector)
+            v[j][i] = ptx::ld_global_v4(src + kLanes * i);
         src = next;
         next += step_vectors;
       }
-      if (first == share) {  // while all that is on its way
+      if (at == begin) {  // while all that is on its way
         const int token = divide_by_magic(row, params.heads_per_kv_magic, params.heads_per_kv_shift);
         const int head = blockIdx.z * params.heads_per_kv + row - token * params.heads_per_kv;
         if (params.attn_sink != nullptr && row < rows) sink = params.attn_sink[head] * kLog2E;
@@ -205,10 +211,12 @@ __device__ __forceinline__ void merge(const CombineParams& params, int req, cons
       if (turn == 0) {
         lse *= params.lse_in_scale;
         const float before = top;
-        top = fmaxf(top, max_of_lanes(lse, lanes) + headroom);
+        float largest = max_of_lanes(lse, lanes);
+        if (Config::kResults == 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, kLanes));
+        top = fmaxf(top, largest + headroom);
         const float rescale = weight_of(before, top), of_lane = weight_of(lse, top);
         sum = sum * rescale + sum_of_lanes(of_lane, lanes);
-        if (first > share) {
+        if (at > begin) {
 #pragma unroll
           for (int k = 0; k < kSums; k++) acc[k] *= rescale;
         }
@@ -218,48 +226,55 @@ __device__ __forceinline__ void merge(const CombineParams& params, int req, cons
       }
 #pragma unroll
       for (int j = 0; j < Config::kAtOnce; j++) {
-        if (first + (j << warps_shift) >= slots.count) break;
+        if (at + (j << groups_per_row_shift) >= slots.count) break;
+        const bool exists = Config::kResults == 1 || first + (j << groups_per_row_shift) < slots.count;
 #pragma unroll
         for (int i = 0; i < kVectors; i++) {
-          if (32 * i * kPerVector >= columns) break;
-          const float x = __shfl_sync(0xffffffffu, weight[sizeof(Partial) == 2 ? i : 0], turn + j);
-          if (!(x < 0.0f)) add<Partial>(acc + kPerVector * i, v[j][i], x);
+          if (kLanes * i * kPerVector >= columns) break;
+          const float x = __shfl_sync(0xffffffffu, weight[i * Config::kWeights / kVectors], turn + j, kLanes);
+          if (exists && !(x < 0.0f)) add<Partial>(acc + kPerVector * i, v[j][i], x);
         }
       }
     }
 
-    const int first_warp = warp - share;  // of the row
+    if constexpr (Config::kResults == 2) {  // both groups have the same top
+      sum += __shfl_xor_sync(0xffffffffu, sum, kLanes);
+#pragma unroll
+      for (int k = 0; k < kSums; k++) acc[k] += __shfl_xor_sync(0xffffffffu, acc[k], kLanes);
+    }
+    const int first_warp = warp - warp_of_row;  // of the row
     float of_warp = 1.0f;                 // lane i: what the sums of the row's warp i count
     if (warps_per_row > 1) {
-      if (lane == 0) {
+      if (lane_of_warp == 0) {
         shared.top[warp] = top;
         shared.sum[warp] = sum;
       }
 #pragma unroll
       for (int k = 0; k < kSums; k += 4)
-        *reinterpret_cast<float4*>(shared.acc[warp] + kPerVector * (32 * (k / kPerVector) + lane) + k % kPerVector) =
+        *reinterpret_cast<float4*>(shared.acc[warp] + kPerVector * (kLanes * (k / kPerVector) + lane) + k % kPerVector) =
             make_float4(acc[k], acc[k + 1], acc[k + 2], acc[k + 3]);
       __syncthreads();
-      const float of_lane = shared.top[first_warp + (lane & (warps_per_row - 1))];
+      const int other = first_warp + (lane_of_warp & (warps_per_row - 1));
+      const float of_lane = shared.top[other];
       top = max_of_lanes(of_lane, warps_per_row);
       of_warp = weight_of(of_lane, top);
-      sum = sum_of_lanes(shared.sum[first_warp + (lane & (warps_per_row - 1))] * of_warp, warps_per_row);
+      sum = sum_of_lanes(shared.sum[other] * of_warp, warps_per_row);
     }
     const float lse_log2 = top + ptx::lg2_approx_ftz(sum);
-    if (lane == 0 && share == 0 && first_col == 0 && row < rows) *lse_at = lse_log2 * kLn2;
+    if (lane == 0 && warp_of_row == 0 && first_col == 0 && row < rows) *lse_at = lse_log2 * kLn2;
     const float scale = sum == 0.0f ? 0.0f : 1.0f / (sum + sum * ptx::ex2_approx_ftz(sink - lse_log2));
     if (warps_per_row == 1) {
 #pragma unroll
       for (int k = 0; k < kSums; k += 4) {
-        const int col = first_col + kPerVector * (32 * (k / kPerVector) + lane) + k % kPerVector;
+        const int col = first_col + kPerVector * (kLanes * (k / kPerVector) + lane) + k % kPerVector;
         if (col < min(first_col + columns, params.d_v) && row < rows)
           store4<Element>(dst + col, make_float4(acc[k] * scale, acc[k + 1] * scale, acc[k + 2] * scale, acc[k + 3] * scale));
       }
       continue;
     }
 #pragma unroll 1
-    for (int col = 64 * share; col < columns; col += 64 << warps_shift) {
-      const int mine = col + 2 * lane;
+    for (int col = 64 * warp_of_row; col < columns; col += 64 << warps_shift) {
+      const int mine = col + 2 * lane_of_warp;
       float2 all = make_float2(0.0f, 0.0f);
 #pragma unroll 2
       for (int i = 0; i < warps_per_row; i++) {

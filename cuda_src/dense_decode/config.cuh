@@ -24,6 +24,7 @@ struct alignas(1024) SharedStorage {
   uint64_t p_full, p_empty;
   attention::PartPlan plan;
   attention::BlockPosition next[2][4];  // what each loading warp loads next
+  bool reads_little;                    // of K
 };
 
 template <class Element_, int kHeadDimQK_, class Partial_>
@@ -38,6 +39,7 @@ struct Config {
   static constexpr bool kRope = kTiles > 8;
   static constexpr int kQRegSteps = 31;                // of 16 dims each: dims 0-495 of Q are register operands
   static constexpr int kStages = 3;
+  static constexpr int kFewBlocks = 2560;              // of K, that all CTAs read: 189 MB, three times the L2
   static_assert(kHeadDimQK == 576 || kHeadDimQK == 512, "d_qk is 576 or 512");
 
   static constexpr int kThreads = 384;  // a score and two output warpgroups

@@ -118,7 +118,7 @@ __device__ __forceinline__ PageToken locate(const DenseDecodeParams& params, int
 
 // Starts the copy of tile `tile_index` (64 dims) of a KV block; `first` locates its first token. One thread.
 __device__ __forceinline__ void load_tile(const DenseDecodeParams& params, const BlockPosition& at, PageToken first,
-                                          uint32_t dst, uint32_t full, int tile_index) {
+                                          uint32_t dst, uint32_t full, int tile_index, bool evict_first) {
   const int first_token = at.block * attention::kKvBlock;
   int boxes = 1;
   if (params.box_tokens < attention::kKvBlock) {  // small pages; those wholly past the end are not loaded
@@ -127,11 +127,22 @@ __device__ __forceinline__ void load_tile(const DenseDecodeParams& params, const
   }
   const uint32_t box_bytes = params.box_tokens * tile::kTileRowBytes;
   ptx::mbarrier_arrive_expect_tx(full, boxes * box_bytes);
+  const auto next_box = [&](int box) {
+    if (box > 0) first = locate(params, at.req, first_token + box * params.box_tokens);
+  };
+  if (evict_first) {  // outside of the loop, for one uniform branch less in it
+#pragma unroll 1
+    for (int box = 0; box < boxes; box++) {
+      next_box(box);
+      ptx::cp_async_bulk_tensor_5d_evict_first(dst + box * box_bytes, &params.k_map, full, 0, first.token, tile_index, blockIdx.y,
+                                               first.page);
+    }
+    return;
+  }
 #pragma unroll 1
   for (int box = 0; box < boxes; box++) {
-    if (box > 0) first = locate(params, at.req, first_token + box * params.box_tokens);
-    ptx::cp_async_bulk_tensor_5d(dst + box * box_bytes, &params.k_map, full, 0, first.token, tile_index, blockIdx.y,
-                                 first.page);
+    next_box(box);
+    ptx::cp_async_bulk_tensor_5d(dst + box * box_bytes, &params.k_map, full, 0, first.token, tile_index, blockIdx.y, first.page);
   }
 }
 
@@ -346,10 +357,10 @@ struct Loader {
     const int warp = tile::warp_in_group();
     tile::wait(smem_addr(&smem.half_empty[output_half()][stage]), empty_parity);
     load_tile(params, next(), at, smem_addr(smem.k_half[output_half()][stage][warp]),
-              smem_addr(&smem.half_full[output_half()][stage][warp]), 4 * output_half() + warp);
+              smem_addr(&smem.half_full[output_half()][stage][warp]), 4 * output_half() + warp, smem.reads_little);
     if (Config::kRope && output_half() == 1 && warp == 2) {
       tile::wait(smem_addr(&smem.half_empty[0][stage]), empty_parity);
-      load_tile(params, next(), at, smem_addr(smem.rope_or_p[stage]), smem_addr(&smem.rope_full[stage]), 8);
+      load_tile(params, next(), at, smem_addr(smem.rope_or_p[stage]), smem_addr(&smem.rope_full[stage]), 8, smem.reads_little);
     }
     next_block(params, plan, next());
   }
@@ -528,6 +539,14 @@ __device__ __forceinline__ void prefetch_first(const DenseDecodeParams& params, 
     ptx::prefetch_l2(query_row<Element>(params, req, first_row + i / Config::kTiles) + i % Config::kTiles * 64);
 }
 
+// Whether the CTAs together read so little of K that it had better be the first to leave the L2 again, in place of what is needed
+// again; much of it comes more slowly then (docs/perf-log.md). By the CTA's own part, for the parts of a plan are about equal.
+template <class Config>
+__device__ __forceinline__ bool reads_little(const DenseDecodeParams& params, const PartPlan& plan) {
+  return params.metadata != nullptr && plan.begin_req == plan.end_req &&
+         (int64_t)(plan.end_block - plan.begin_block) * params.num_sm_parts * params.h_kv <= Config::kFewBlocks;
+}
+
 template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::Storage& smem) {
   for (int half = 0; half < 2; half++) {
@@ -548,22 +567,29 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   Storage& smem = *reinterpret_cast<Storage*>(dynamic_smem);
   FLASHMLA_ASSERT(smem_addr(dynamic_smem) % 1024 == 0);
-  const int likely_req = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z);
-  const int likely_block = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z + 1);
+  int likely_req = 0, likely_block = 0;
+  if (params.metadata != nullptr) {
+    likely_req = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z);
+    likely_block = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z + 1);
+  }
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&params.k_map);
     if (params.o_partial != nullptr) ptx::prefetch_tensormap(&params.partial_map);
     init_barriers<Config>(smem);
   }
   prefetch_first<Config>(params, likely_req, likely_block);
+  if (params.metadata == nullptr && threadIdx.x == 0)
+    smem.plan = attention::whole_part_plan(blockIdx.z, params.num_sm_parts, params.batch);
   ptx::griddepcontrol_wait();
   // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
   ptx::griddepcontrol_launch_dependents();
 
   if (threadIdx.x == 0) {
-    smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
+    if (params.metadata != nullptr)
+      smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
     const int last_row = min((int)(blockIdx.x + 1) * Config::kRows, params.s_q * params.heads_per_kv) - 1;
     smem.plan.last_token = row_token(params, last_row);
+    smem.reads_little = reads_little<Config>(params, smem.plan);
   }
   __syncthreads();
   const PartPlan& plan = smem.plan;  // read where needed: registers are scarce in every role

@@ -903,11 +903,14 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
     const QueryRow row = query_row<Config>(params, threadIdx.x - 64);
     smem.out_offset[threadIdx.x - 64] = row.exists ? row.token * params.out_stride_token + row.head * params.out_stride_head : kNoRow;
   }
+  if (params.metadata == nullptr && threadIdx.x == 0)
+    smem.plan = attention::whole_part_plan(blockIdx.z, params.num_sm_parts, params.batch);
   ptx::griddepcontrol_wait();
   // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
-    smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
+    if (params.metadata != nullptr)
+      smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
     smem.plan.last_token = min(query_row<Config>(params, Config::kRows - 1).token, params.s_q - 1);
   }
   __syncthreads();

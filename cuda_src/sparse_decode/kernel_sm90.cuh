@@ -519,11 +519,14 @@ __device__ __forceinline__ void kernel(const SparseDecodeParams& params) {
   Storage& smem = *reinterpret_cast<Storage*>(dynamic_smem);
   FLASHMLA_ASSERT(smem_addr(dynamic_smem) % 1024 == 0);
   if (threadIdx.x == 0) init_barriers<Config>(smem);
+  if (params.metadata == nullptr && threadIdx.x == 0)
+    smem.plan = attention::whole_part_plan(blockIdx.z, params.num_sm_parts, params.batch);
   ptx::griddepcontrol_wait();
   // After the wait: whatever this grid was told (metadata), its dependents may read before theirs.
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
-    smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
+    if (params.metadata != nullptr)
+      smem.plan = attention::load_part_plan(params.metadata, blockIdx.z, params.num_sm_parts, params.batch);
     // Of the cluster: its CTAs walk over the same blocks, also where causal rows of the first need fewer.
     const int blocks_to_last = Config::kClusterX - 1 - blockIdx.x % Config::kClusterX;
     const QueryRow last = query_row<Config>(params, Config::kRows * (1 + blocks_to_last) - 1);

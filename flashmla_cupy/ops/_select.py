@@ -77,7 +77,9 @@ def all_specs() -> tuple[KernelSpec, ...]:
     Only what costs time as a run-time argument is compiled in: the element type and the head dimension of q and k.
     Experimental ones have no passing GPU record (tests/records) for their present source.
     """
-    return (*_DENSE_DECODE.values(), *_COMBINE.values(), *_COMBINE_HALF.values(), *_SCHED_META.values(),
+    return (*_DENSE_DECODE.values(),
+            *_COMBINE.values(), *_COMBINE_HALF.values(), *_COMBINE_PAIRS.values(), *_COMBINE_QUARTERS.values(),
+            *_SCHED_META.values(),
             *_QUANTIZE.values(), *_DEQUANTIZE.values(), *_TOKEN_INDICES.values(), *_SPARSE_DECODE.values(),
             *_CROSSOVER_DECODE.values(), *_PAGED_FP8_DECODE.values(), *_PAGED_CROSSOVER_DECODE.values(),
             *_CODES_DECODE.values(), *_PAGED_CODES_DECODE.values(),
@@ -94,9 +96,10 @@ _COMBINE = {
     (dtype, 0): KernelSpec("combine", "sm80", (_CPP_TYPES[dtype][0],), (_CPP_TYPES[dtype][1],), "CombineParams")
     for dtype in ("bfloat16", "float16", "float32")
 }
-_COMBINE_HALF = {  # partial results in fp16
-    ("bfloat16", 0): KernelSpec("combine", "sm80", ("bf16_t", "fp16_t"), ("bf16", "half"), "CombineParams")
-}
+_COMBINE_HALF, _COMBINE_PAIRS, _COMBINE_QUARTERS = (  # partial results in fp16
+    {("bfloat16", 0): KernelSpec("combine", "sm80", ("bf16_t", "fp16_t", *warp), ("bf16", "half", *tag),
+                                 "CombineParams")}
+    for tag, *warp in (((),), (("pairs",), "2", "1"), (("quarters",), "1", "2")))
 _SCHED_META = {("", 0): KernelSpec("sched_meta", "sm80", (), (), "SchedMetaParams")}
 _QUANTIZE, _DEQUANTIZE = (
     {(dtype, layout.d_qk): KernelSpec("kv_quant", path, (f"kv_format::{layout.name.upper()}", _CPP_TYPES[dtype][0]),
@@ -194,6 +197,8 @@ _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels,
     "dense_decode": (_dense_decode_reasons, _DENSE_DECODE),
     "combine": (_combine_reasons, _COMBINE),
     "combine.half": (_combine_reasons, _COMBINE_HALF),
+    "combine.half.pairs": (_combine_reasons, _COMBINE_PAIRS),
+    "combine.half.quarters": (_combine_reasons, _COMBINE_QUARTERS),
     "sched_meta": (_sched_meta_reasons, _SCHED_META),
     "kv_quant.quantize": (_kv_quant_reasons, _QUANTIZE),
     "kv_quant.dequantize": (_kv_quant_reasons, _DEQUANTIZE),

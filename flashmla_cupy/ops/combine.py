@@ -155,24 +155,33 @@ class Shape(NamedTuple):
     requests: int
     warps_per_row: int
     column_groups: int
+    variant: str = ""  # "pairs": a warp merges two rows; "quarters": of a quarter of the columns, two partial results
 
 
-def shape(rows: int, split_requests: int, h_kv: int, partials: float, sm_count: int) -> Shape:
-    """For at most `split_requests` requests with about `partials` partial results each.
+def shape(rows: int, split_requests: int, h_kv: int, partials: float, sm_count: int, half: bool = False) -> Shape:
+    """For at most `split_requests` requests with about `partials` partial results each, in fp16 or (not half) float32.
 
     As many warps share a row as have four partial results each, fewer where the blocks would not all fit at once. Of
     more than 16 requests as many have blocks as there is room for; these take the others in turn, and so do blocks of
     rows for which there is no room. Where there is room and a warp has more than four, two blocks share the columns.
+
+    fp16 (docs/perf-log.md): rather than taking turns, warps merge two rows of about two partial results at once; and
+    four blocks share the columns where there is room.
     """
     room, warps = sm_count // h_kv, 1
     while warps < _WARPS and partials > 4 * warps:
         warps *= 2
     while warps > 1 and -(-rows * warps // _WARPS) * min(split_requests, 16) > room:
         warps //= 2
-    row_groups = -(-rows * warps // _WARPS)
+    row_groups, variant = -(-rows * warps // _WARPS), ""
+    if half and warps == 1 and partials < 3 and row_groups * min(split_requests, 16) > room:
+        row_groups, variant = -(-rows // (2 * _WARPS)), "pairs"
     requests = min(split_requests, max(16, room // row_groups))
-    columns = 2 if partials > 4 * warps and 2 * row_groups * requests <= room else 1
-    return Shape(min(row_groups, max(1, room // requests)), requests, warps, columns)
+    columns = 1
+    if partials > 4 * warps:
+        columns = next(n for n in ((4, 2, 1) if half else (2, 1)) if n * row_groups * requests <= room or n == 1)
+        variant = "quarters" if columns == 4 else variant
+    return Shape(min(row_groups, max(1, room // requests)), requests, warps, columns, variant)
 
 
 class AfterSplit:
@@ -180,11 +189,11 @@ class AfterSplit:
 
     def __init__(self, batch: int, parts: int, dtype: str, half: bool, device_id: int, fields: dict[str, int]) -> None:
         """half: partial outputs are fp16 with factors, not float32. fields: of CombineParams, sizes and strides."""
-        op = "combine.half" if half else "combine"
-        self._kernel = _device.get_kernel(Problem(op, dtype, d_v=HEAD_DIM_V), device_id)
         rows, h_kv = fields["s_q"] * fields["heads_per_kv"], fields["h_kv"]
         # Each part but the first can begin inside one request.
-        split = shape(rows, min(parts - 1, batch), h_kv, parts / batch, _device.info(device_id).sm_count)
+        split = shape(rows, min(parts - 1, batch), h_kv, parts / batch, _device.info(device_id).sm_count, half)
+        op = ".".join(filter(None, ("combine", "half" if half else "", split.variant)))
+        self._kernel = _device.get_kernel(Problem(op, dtype, d_v=HEAD_DIM_V), device_id)
         self._grid = split.row_groups * split.column_groups, split.requests, h_kv
         magic, shift = kernel_params.divisor(fields["heads_per_kv"])
         self._params = _device.ParamTemplate(

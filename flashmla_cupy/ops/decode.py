@@ -38,7 +38,8 @@ def flash_mla_with_kvcache(
             with indices.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: what get_mla_metadata returned, or None for both to plan inside the call.
-            Metadata of other lengths give the same results, only less evenly spread work.
+            Metadata of other lengths give the same results, only less evenly spread work. Not looked at where no
+            request is split: one KV block each, or indices without topk_length that a plan by their shape leaves whole.
         causal: query i of s_q sees the first cache_seqlens - s_q + i + 1 tokens. False with indices.
         is_fp8_kvcache: the caches are FP8: uint8 (or int8, float8_e4m3fn) (pages, page_size, 1, bytes per token), 656
             bytes for d_qk 576 and 584 for d_qk 512 (flashmla_cupy.kv_format describes both), q bfloat16. Pages of any

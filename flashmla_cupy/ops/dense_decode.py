@@ -188,11 +188,9 @@ class _Plan:
         if self.empty:
             return
         self.parts, self.splits = self.parts_and_splits(p, metadata, device_id)
-        self.plans_inside = metadata is None
+        self.plans_inside = self.splits and metadata is None
         self.o_bytes, self.plan_offset = _partial_bytes(p, self.parts) if self.splits else (0, 0)
         self.total_bytes = self.workspace_bytes(p, metadata, device_id)
-        # Nothing can be split when the table holds one KV block a request: plan for that, whatever the lengths say.
-        self.fixed_seqlen = p.max_seqlen if p.max_seqlen <= sched_meta.KV_BLOCK_TOKENS else -1
 
         self.kernel = _device.get_kernel(Problem("dense_decode", p.dtype, p.d_qk, HEAD_DIM_V), device_id)
         self.grid = (-(-p.rows // sched_meta.QUERY_ROWS_PER_BLOCK), p.h_kv, self.parts)
@@ -220,13 +218,14 @@ class _Plan:
 
     @staticmethod
     def parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) -> tuple[int, bool]:
-        """The number of SM parts, and whether the plan may split a request.
+        """The number of SM parts, and whether a request may be split; if not, each part has as many whole ones.
 
-        Metadata that are given may split any request, whatever their lengths were.
+        Metadata may split any request of more than one block, whatever its length.
         """
         if metadata is not None:
-            return metadata.shape[0], metadata.shape[0] > 1
-        parts = sched_meta.num_sm_parts(sched_meta.sm_count(device_id), p.h_kv, p.rows, p.batch)
+            parts = metadata.shape[0]
+        else:
+            parts = sched_meta.num_sm_parts(sched_meta.sm_count(device_id), p.h_kv, p.rows, p.batch)
         return parts, parts > 1 and p.max_seqlen > sched_meta.KV_BLOCK_TOKENS
 
     @classmethod
@@ -234,8 +233,9 @@ class _Plan:
         if p.nothing_to_attend or p.batch * p.s_q == 0:
             return 0
         parts, splits = cls.parts_and_splits(p, metadata, device_id)
-        plan_bytes = sched_meta.plan_bytes(p.batch, parts) if metadata is None else 0
-        return plan_bytes + (_partial_bytes(p, parts)[1] if splits else 0)
+        if not splits:
+            return 0
+        return _partial_bytes(p, parts)[1] + (sched_meta.plan_bytes(p.batch, parts) if metadata is None else 0)
 
     def run(self, q, k_cache, table, lengths, metadata, num_splits, out, lse, workspace) -> tuple[Any, Any]:
         """Launches on the current device, which is q's; the arrays have the signatures that the plan was made for.
@@ -264,17 +264,17 @@ class _Plan:
             return out, lse
 
         stream_ptr = _device.current_stream_ptr()
-        o_partial = lse_partial = 0
-        if self.total_bytes:
+        if self.splits:
             memory = _device.scratch(self.total_bytes, stream_ptr) if workspace is None else workspace.data
-            if self.splits:
-                o_partial, lse_partial = memory.ptr, memory.ptr + self.o_bytes
+            o_partial, lse_partial = memory.ptr, memory.ptr + self.o_bytes
+        else:
+            o_partial = lse_partial = metadata_ptr = 0
         if self.plans_inside:
             base = memory.ptr + self.plan_offset
             metadata_offset, splits_offset, _ = sched_meta.plan_offsets(self.problem.batch, self.parts)
             metadata_ptr, splits_ptr = base + metadata_offset, base + splits_offset
             sched_meta.launch_plan(self.problem.batch, self.parts, lengths_ptr, metadata_ptr, splits_ptr, base,
-                                   stream_ptr, self.fixed_seqlen)
+                                   stream_ptr)
 
         params = self.params.fill(q_ptr, out_ptr, lse_ptr, o_partial, lse_partial, lengths_ptr, table_ptr, metadata_ptr,
                                   head=self.maps[cache_ptr] + self.partial_maps[o_partial])

@@ -62,6 +62,12 @@ def overhead_blocks(batch: int, parts: int, equally_long: bool) -> int:
     return 2 if 2 * batch <= parts <= 32 * batch else 4
 
 
+def cuts_nothing(batch: int, parts: int, tokens: int) -> bool:
+    """Whether the plan of requests of `tokens` tokens each (topk) leaves all of them whole."""
+    overhead = overhead_blocks(batch, parts, equally_long=True)
+    return reference.cuts_nothing(batch, parts, -(-tokens // KV_BLOCK_TOKENS), overhead)
+
+
 def get_mla_metadata(cache_seqlens: Any, num_q_tokens_per_head_k: int, num_heads_k: int,
                      num_heads_q: int | None = None, is_fp8_kvcache: bool = False, topk: int | None = None):
     """The tile-scheduler metadata of a decode call, from lengths on the device, without a host synchronisation.
@@ -151,20 +157,20 @@ def write_plan(lengths: Any, metadata: Any, num_splits: Any, cost_prefix_ptr: in
         if lengths.dtype != np.int32 or lengths.strides[0] != 4:
             lengths = _device.as_int32(lengths)
         launch_plan(batch, parts, lengths.data.ptr, metadata.data.ptr, num_splits.data.ptr, cost_prefix_ptr, stream_ptr,
-                    _NO_FIXED_SEQLEN if topk is None else topk)
+                    topk)
         del lengths  # a temporary goes back inside the block
 
 
 def launch_plan(batch: int, parts: int, lengths_ptr: int, metadata_ptr: int, num_splits_ptr: int, cost_prefix_ptr: int,
-                stream_ptr: int, fixed_seqlen: int = _NO_FIXED_SEQLEN) -> None:
+                stream_ptr: int, topk: int | None = None) -> None:
     """One launch of the scheduler on the current device; all pointers are device addresses."""
     kernel = _device.get_kernel(Problem("sched_meta"), _device.current_device())
-    params = _template(batch, parts, fixed_seqlen).fill(lengths_ptr, metadata_ptr, num_splits_ptr, cost_prefix_ptr)
+    params = _template(batch, parts, topk).fill(lengths_ptr, metadata_ptr, num_splits_ptr, cost_prefix_ptr)
     kernel.launch((1, 1, 1), params, pdl=True, stream_ptr=stream_ptr)
 
 
 @functools.lru_cache(maxsize=256)
-def _template(batch: int, parts: int, fixed_seqlen: int) -> _device.ParamTemplate:
+def _template(batch: int, parts: int, topk: int | None) -> _device.ParamTemplate:
     return _device.ParamTemplate("SchedMetaParams", batch=batch, num_sm_parts=parts, block_size=KV_BLOCK_TOKENS,
-                                 overhead_blocks=overhead_blocks(batch, parts, fixed_seqlen != _NO_FIXED_SEQLEN),
-                                 fixed_seqlen=fixed_seqlen)
+                                 overhead_blocks=overhead_blocks(batch, parts, topk is not None),
+                                 fixed_seqlen=_NO_FIXED_SEQLEN if topk is None else topk)

@@ -100,8 +100,8 @@ def prepare(arguments: dict[str, Any]) -> tuple[DecodeProblem, dict[str, Any]]:
 
 def _check_workspace(p: SparseDecodeProblem, arrays: dict[str, Any], device_id: int | None) -> None:
     if arrays["workspace"] is not None:
-        parts, _ = _parts_and_splits(p, arrays["tile_scheduler_metadata"], device_id)
-        _checks.check_workspace(arrays["workspace"], _workspace_bytes(p, arrays, parts))
+        needed = _workspace_bytes(p, arrays, *_parts_and_splits(p, arrays, device_id))
+        _checks.check_workspace(arrays["workspace"], needed)
 
 
 def _check_pages(name: str, cache: Any) -> None:
@@ -272,19 +272,29 @@ def with_crossover() -> Iterator[None]:
         _crossover = before
 
 
-def _parts_and_splits(p: DecodeProblem, metadata: Any, device_id: int | None) -> tuple[int, bool]:
-    """The number of SM parts, and whether the plan may split a request; metadata that are given may split any."""
+def _parts_and_splits(p: DecodeProblem, arrays: dict[str, Any], device_id: int | None) -> tuple[int, bool]:
+    """The number of SM parts, and whether a request may be split; if not, each part has as many whole ones.
+
+    Metadata that are given may split any request of more than one block. Where lists of indices are equally long and a
+    plan by their shape splits none, no metadata are better than that.
+    """
+    metadata, sparse = arrays["tile_scheduler_metadata"], isinstance(p, SparseDecodeProblem)
     if metadata is not None:
-        return metadata.shape[0], metadata.shape[0] > 1
-    sm_count = sched_meta.sm_count(device_id)
-    if isinstance(p, SparseDecodeProblem):
-        parts, most_tokens = sched_meta.num_sparse_sm_parts(sm_count, p.s_q, p.h_q), planned_tokens(p)
+        parts = metadata.shape[0]
+    elif sparse:
+        parts = sched_meta.num_sparse_sm_parts(sched_meta.sm_count(device_id), p.s_q, p.h_q)
     else:
-        parts, most_tokens = sched_meta.num_sm_parts(sm_count, p.h_kv, p.rows, p.batch), p.max_seqlen
-    return parts, parts > 1 and most_tokens > KV_BLOCK_TOKENS
+        parts = sched_meta.num_sm_parts(sched_meta.sm_count(device_id), p.h_kv, p.rows, p.batch)
+    tokens = planned_tokens(p) if sparse else p.max_seqlen
+    if parts == 1 or tokens <= KV_BLOCK_TOKENS:
+        return parts, False
+    by_shape = sparse and (metadata is None or arrays["topk_length"] is arrays["extra_topk_length"] is None)
+    return parts, not (by_shape and sched_meta.cuts_nothing(p.batch, parts, tokens))
 
 
-def _workspace_bytes(p: DecodeProblem, arrays: dict[str, Any], parts: int) -> int:
+def _workspace_bytes(p: DecodeProblem, arrays: dict[str, Any], parts: int, splits: bool) -> int:
+    if not splits:
+        return 0
     plan = sched_meta.plan_bytes(p.batch, parts) if arrays["tile_scheduler_metadata"] is None else 0
     return _partial_bytes(p, parts)[1] + plan
 
@@ -300,11 +310,11 @@ class _Plan:
         self.empty = p.nothing_to_attend or 0 in q.shape
         if self.empty:
             return
-        self.parts, self.splits = _parts_and_splits(p, metadata, device_id)
-        self.plans_inside = metadata is None
+        self.parts, self.splits = _parts_and_splits(p, arrays, device_id)
+        self.plans_inside = self.splits and metadata is None
         self.o_bytes, self.plan_offset = _partial_bytes(p, self.parts)
-        self.total_bytes = _workspace_bytes(p, arrays, self.parts)
-        self.fixed_seqlen = planned_tokens(p) if self.sparse else -1 if self.splits else p.max_seqlen
+        self.total_bytes = _workspace_bytes(p, arrays, self.parts, self.splits)
+        self.planned_tokens = planned_tokens(p)
 
         rows, keys, self.maps = p.h_q if self.sparse else p.rows, _variant_of(p, self.parts), None
         few = keys.startswith("few")
@@ -364,14 +374,17 @@ class _Plan:
             return out, lse
 
         stream_ptr = _device.current_stream_ptr()
-        memory = _device.scratch(self.total_bytes, stream_ptr) if workspace is None else workspace.data
-        o_partial, lse_partial = (memory.ptr, memory.ptr + self.o_bytes) if self.splits else (0, 0)
+        if self.splits:
+            memory = _device.scratch(self.total_bytes, stream_ptr) if workspace is None else workspace.data
+            o_partial, lse_partial = memory.ptr, memory.ptr + self.o_bytes
+        else:
+            o_partial = lse_partial = metadata_ptr = 0
         if self.plans_inside:
             base = memory.ptr + self.plan_offset
             metadata_offset, splits_offset, _ = sched_meta.plan_offsets(p.batch, self.parts)
             metadata_ptr, splits_ptr = base + metadata_offset, base + splits_offset
             sched_meta.launch_plan(p.batch, self.parts, lengths_ptr, metadata_ptr, splits_ptr, base, stream_ptr,
-                                   self.fixed_seqlen)
+                                   self.planned_tokens)
 
         out_ptr, lse_ptr = out.data.ptr, lse.data.ptr
         params = self.params.fill(cache_ptr, *lists, q_ptr, out_ptr, lse_ptr, o_partial, lse_partial, metadata_ptr,

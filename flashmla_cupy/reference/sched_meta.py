@@ -92,6 +92,13 @@ def plan(
     return metadata, (np.arange(batch + 1) + cuts_before).astype(np.int32)
 
 
+def cuts_nothing(batch: int, num_sm_parts: int, blocks: int, overhead_blocks: int) -> bool:
+    """Whether ``plan`` cuts no request, where each has ``blocks`` blocks: parts of ``ceil(batch / num_sm_parts)``."""
+    cost = blocks + overhead_blocks
+    stride, whole = -(-batch * cost // num_sm_parts), -(-batch // num_sm_parts) * cost
+    return whole <= stride + max(overhead_blocks, min(WHOLE_BLOCKS, stride // WHOLE_SHARE))
+
+
 def _walk(prefix: np.ndarray, num_sm_parts: int, overhead_blocks: int) -> tuple[int, np.ndarray]:
     """Least distance between the begins of two parts (payload - overhead), and the begins, int64 ``(parts + 1,)``."""
     total, batch = int(prefix[-1]), len(prefix) - 1

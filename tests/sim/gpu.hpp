@@ -174,7 +174,9 @@ T shuffle(T value, int from) {
   return value;
 }
 template <class T>
-T __shfl_sync(unsigned, T value, int from) { return shuffle(value, from); }
+T __shfl_sync(unsigned, T value, int from, int width = 32) {
+  return shuffle(value, (sim::lane() & ~(width - 1)) | (from & (width - 1)));
+}
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) { return shuffle(value, sim::lane() ^ mask); }
 template <class T>

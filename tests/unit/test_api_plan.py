@@ -71,28 +71,25 @@ def test_given_metadata_are_used_as_they_are(gpu):
     arguments = gpu.decode(**gpu.metadata())
     flash_mla_with_kvcache(**arguments)
     decode, merge = gpu.take()
-    assert names([decode, merge]) == [DECODE, COMBINE]
+    assert names([decode, merge]) == [DECODE, f"{COMBINE}.quarters"]
     assert decode.params["metadata"] == arguments["tile_scheduler_metadata"].data.ptr
     assert merge.params["metadata"] == arguments["tile_scheduler_metadata"].data.ptr
-    assert decode.grid == (1, 1, 132) and merge.grid == (2 * 16, len(arguments["cache_seqlens"]), 1)
-    assert (merge.params["warps_per_row_shift"], merge.params["column_groups_shift"]) == (4, 1)
+    assert decode.grid == (1, 1, 132) and merge.grid == (4 * 16, len(arguments["cache_seqlens"]), 1)
+    assert (merge.params["warps_per_row_shift"], merge.params["column_groups_shift"]) == (4, 2)
     (partial_map,) = gpu.partial_maps
     assert partial_map == dict(ptr=decode.params["o_partial"], dtype_name="float16", shape=(512, 16, 2 * 132),
                                strides_bytes=(1024, 16 * 1024), box=(64, 16, 1))
     assert bytes(decode.params["partial_map"]) == b"\1" * 128
 
 
-def test_no_combine_where_the_shape_rules_out_splits(gpu):
-    flash_mla_with_kvcache(**gpu.decode(**gpu.metadata(parts=1)))
+@pytest.mark.parametrize("sizes, parts", [({}, 1), ({"s_q": 128, "h_q": 128}, None), ({"width": 1}, 132),
+                                          ({"width": 1}, None)], ids=str)
+def test_one_launch_where_the_shape_rules_out_splits(gpu, sizes, parts):
+    """One part (of 256 blocks of rows, or as the metadata say), or one KV block a request."""
+    flash_mla_with_kvcache(**gpu.decode(**sizes, **({} if parts is None else gpu.metadata(parts=parts))))
     (decode,) = gpu.take()
-    assert decode.grid == (1, 1, 1) and decode.params["o_partial"] == 0 and not any(decode.params["partial_map"])
-    flash_mla_with_kvcache(**gpu.decode(s_q=128, h_q=128))  # 256 blocks of rows: one part
-    assert names(gpu.take()) == [SCHED, DECODE]
-    flash_mla_with_kvcache(**gpu.decode(width=1))  # one KV block: the plan made inside cannot cut it
-    plan, decode = gpu.take()
-    assert plan.params["fixed_seqlen"] == 64 and decode.params["max_seqlen"] == 64 and decode.grid[2] == 132
-    flash_mla_with_kvcache(**gpu.decode(width=1, **gpu.metadata()))  # metadata of anything may cut it
-    assert names(gpu.take()) == [DECODE, COMBINE]
+    assert decode.name == DECODE and decode.grid[2] == (parts or (132 if sizes.get("width") else 1))
+    assert decode.params["metadata"] == decode.params["o_partial"] == 0 and not any(decode.params["partial_map"])
 
 
 @pytest.mark.parametrize("page_size, width, box", [(16, 4, 16), (32, 3, 32), (64, 2, 64), (128, 2, 64), (256, 1, 64)])
@@ -103,7 +100,7 @@ def test_tensor_map_of_a_paged_cache(gpu, page_size, width, box):
     assert arguments_of_map == dict(
         ptr=arguments["k_cache"].data.ptr, dtype_name="bfloat16", shape=(64, page_size, 9, 2, 7),
         strides_bytes=(2 * 1152, 128, 1152, page_size * 2 * 1152), box=(64, box, 1, 1, 1))
-    decode = gpu.launches[1]
+    (decode,) = (launch for launch in gpu.launches if launch.name == DECODE)
     assert (decode.params["page_size"], decode.params["box_tokens"]) == (page_size, box)
     assert decode.params["max_seqlen"] == page_size * width and bytes(decode.params["k_map"]) == b"\1" * 128
 
@@ -116,7 +113,7 @@ def test_tensor_map_of_a_contiguous_cache(gpu, s_k):
     (tensor_map,) = gpu.maps
     assert tensor_map["shape"] == (64, s_k, 9, 1, 3) and tensor_map["box"] == (64, 64, 1, 1, 1)
     assert tensor_map["strides_bytes"][0] == 1152 and tensor_map["strides_bytes"][3] == s_k * 1152
-    decode = gpu.launches[1]
+    (decode,) = (launch for launch in gpu.launches if launch.name == DECODE)
     assert (decode.params["page_size"], decode.params["box_tokens"], decode.params["max_seqlen"]) == (s_k, 64, s_k)
     assert decode.params["block_table"] == 0
 
@@ -127,7 +124,7 @@ def test_axes_of_one_element_may_have_any_stride(gpu):
     arguments["q"] = gpu.array((1, 1, 16, 576), strides=(2, 10, 1152, 2))
     flash_mla_with_kvcache(**arguments)
     assert all(stride > 0 and stride % 16 == 0 for stride in gpu.maps[0]["strides_bytes"])
-    assert gpu.launches[1].params["q"] == arguments["q"].data.ptr
+    assert gpu.launches[0].params["q"] == arguments["q"].data.ptr
 
 
 def test_variants(gpu):
@@ -393,16 +390,21 @@ def test_merge_of_no_rows(gpu):
     assert out.shape == (0, 8) and lse.shape == (0,) and gpu.events == []
 
 
-@pytest.mark.parametrize("rows, requests, h_kv, partials, expected", [
-    (16, 1, 1, 132, (16, 1, 16, 2)),        # few rows of many partial results: two blocks share their columns
-    (128, 1, 1, 66, (128, 1, 16, 1)),
-    (128, 8, 1, 8.25, (16, 8, 2, 1)),       # fewer warps a row than could be, for all at once
-    (256, 16, 1, 2.1, (8, 16, 1, 1)),       # each block takes two groups of rows
-    (128, 65, 1, 0.5, (8, 16, 1, 1)),       # and four or five of the split requests
-    (64, 128, 1, 1, (4, 33, 1, 1)), (64, 128, 4, 1, (2, 16, 1, 1)), (30, 1, 1, 8, (4, 1, 2, 1)),
+@pytest.mark.parametrize("half, rows, requests, h_kv, partials, expected", [
+    (False, 16, 1, 1, 132, (16, 1, 16, 2, "")),  # few rows of many partial results: two blocks share their columns
+    (True, 16, 1, 1, 132, (16, 1, 16, 4, "quarters")),  # or four
+    (True, 40, 1, 1, 132, (40, 1, 16, 2, "")),
+    (True, 128, 1, 1, 66, (128, 1, 16, 1, "")),
+    (True, 128, 8, 1, 8.25, (16, 8, 2, 1, "")),        # fewer warps a row than could be, for all at once
+    (False, 256, 16, 1, 2.1, (8, 16, 1, 1, "")),       # each block takes two groups of rows
+    (True, 256, 16, 1, 2.1, (8, 16, 1, 1, "pairs")),   # or one of twice as many
+    (True, 256, 16, 1, 3, (8, 16, 1, 1, "")),          # whose partial results are too many
+    (True, 128, 65, 1, 0.5, (8, 16, 1, 1, "")),        # and four or five of the split requests
+    (True, 64, 128, 1, 1, (4, 33, 1, 1, "")), (True, 64, 128, 4, 1, (2, 16, 1, 1, "pairs")),
+    (True, 30, 1, 1, 8, (4, 1, 2, 1, "")),
 ])
-def test_shape_of_combine(rows, requests, h_kv, partials, expected):
-    shape = combine.shape(rows, requests, h_kv, partials, 132)
+def test_shape_of_combine(half, rows, requests, h_kv, partials, expected):
+    shape = combine.shape(rows, requests, h_kv, partials, 132, half)
     assert shape == expected
     assert shape.row_groups * shape.requests * shape.column_groups * h_kv <= 132
 

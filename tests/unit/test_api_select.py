@@ -40,7 +40,8 @@ def test_every_variant_is_listed_once():
     assert list(specs) == [
         *(f"dense_decode.{path}.{dtype}.{dims}" for path in ("sm90",) for dtype in ("bf16", "fp16")
           for dims in ("d576", "d512")),
-        "combine.sm80.bf16", "combine.sm80.fp16", "combine.sm80.fp32", "combine.sm80.bf16.half", "sched_meta.sm80"]
+        "combine.sm80.bf16", "combine.sm80.fp16", "combine.sm80.fp32", "combine.sm80.bf16.half",
+        "combine.sm80.bf16.half.pairs", "combine.sm80.bf16.half.quarters", "sched_meta.sm80"]
     assert specs["dense_decode.sm90.bf16.d576"].config == ("bf16_t", "576", "fp16_t")
     assert specs["combine.sm80.fp32"].config == ("float",) and specs["sched_meta.sm80"].config == ()
     assert {spec.params for spec in specs.values()} == {"DenseDecodeParams", "CombineParams", "SchedMetaParams"}

@@ -259,7 +259,7 @@ def test_what_has_no_gpu_kernel_is_refused_with_a_way_out(gpu):
 def test_two_head_blocks_share_keys(gpu, h_q, keys, blocks):
     with sparse_decode_op.with_crossover():
         flash_mla_with_kvcache(**sparse(gpu, s_q=3, h_q=h_q))
-    decode = gpu.take()[1]
+    (decode,) = gpu.take()
     assert decode.name == f"sparse_decode.sm90.v32.{keys}" and decode.grid[:2] == (blocks, 3)
 
 
@@ -342,7 +342,8 @@ def test_few_rows_do_without_a_kernel_that_is_experimental(gpu, monkeypatch, mak
             for key, spec in table.items():
                 patch.setitem(table, key, replace(spec, experimental=True))
         flash_mla_with_kvcache(**make(gpu))
-    assert gpu.take()[1].name.startswith("sparse_decode.sm90.")
+    (decode,) = (launch for launch in gpu.take() if launch.name.startswith("sparse_decode"))
+    assert decode.name.startswith("sparse_decode.sm90.")
 
 
 def test_the_crossover_can_be_asked_for(gpu):
@@ -441,9 +442,34 @@ def test_a_plan_does_not_excuse_wrong_scalars(gpu):
 
 def test_without_an_extra_cache_its_fields_are_zero(gpu):
     flash_mla_with_kvcache(**sparse(gpu, topk=64))
-    plan, decode = gpu.take()  # one block a query cannot be split
+    (decode,) = gpu.take()  # one block a query cannot be split
     assert decode.params["extra.topk"] == decode.params["extra.cache"] == decode.params["o_partial"] == 0
-    assert plan.params["fixed_seqlen"] == 64
+
+
+@pytest.mark.parametrize("batch, topk", [(128, 2048), (264, 500), (3, 64)])
+@pytest.mark.parametrize("with_length", [False, True])
+@pytest.mark.parametrize("with_metadata", [False, True])
+def test_lists_of_one_length_that_stay_whole_need_no_plan(gpu, batch, topk, with_length, with_metadata):
+    """A plan by their shape cuts none: one launch, without metadata, unless given ones say more of their lengths."""
+    arguments = sparse(gpu, batch=batch, h_q=64, topk=topk)
+    if with_length:
+        arguments["topk_length"] = gpu.array((batch,), np.int32)
+    if with_metadata:
+        arguments |= gpu.metadata(batch)
+    flash_mla_with_kvcache(**arguments)
+    decode, *others = gpu.take()
+    looks_at_it = with_length and with_metadata and topk > 64
+    assert decode.params["metadata"] == (arguments[META].data.ptr if looks_at_it else 0)
+    assert (decode.params["o_partial"] != 0) == looks_at_it and decode.grid == (1, 1, 132)
+    assert [other.name for other in others] == ([f"{COMBINE}.half"] if looks_at_it else [])
+
+
+@pytest.mark.parametrize("batch, topk", [(200, 2048), (5, 1000), (133, 1024)])
+def test_lists_of_one_length_that_are_split(gpu, batch, topk):
+    arguments = sparse(gpu, batch=batch, h_q=64, topk=topk, **gpu.metadata(batch))
+    flash_mla_with_kvcache(**arguments)
+    decode, merge = gpu.take()
+    assert decode.params["metadata"] == merge.params["metadata"] == arguments[META].data.ptr
 
 
 def test_indices_that_a_kernel_cannot_read_are_staged(gpu):

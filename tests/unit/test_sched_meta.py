@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmla_cupy.reference.sched_meta import plan
+from flashmla_cupy.reference.sched_meta import cuts_nothing, plan
 
 BLOCK, OVERHEAD = 64, 4
 INT_MAX = 2**31 - 1
@@ -146,6 +146,21 @@ def test_equal_requests_stay_whole_where_that_costs_little(batch, parts, blocks,
     metadata, num_splits = plan(np.full(batch, 64 * blocks, np.int32), parts)
     assert (num_splits[-1] == batch) == whole
     check([64 * blocks] * batch, metadata, num_splits)
+
+
+def test_cuts_nothing_tells_of_equal_requests_what_their_plan_does():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        batch, parts, blocks = (int(2 ** rng.uniform(0, most)) for most in (9, 8, 9))
+        overhead = int(rng.choice((1, 2, 4)))
+        metadata, num_splits = plan(np.full(batch, 64 * blocks), parts, overhead_blocks=overhead)
+        whole = num_splits[-1] == batch
+        assert cuts_nothing(batch, parts, blocks, overhead) == whole, (batch, parts, blocks, overhead)
+        if whole:
+            begin, end = (np.minimum(-(-batch // parts) * np.arange(parts + 1), batch)[which] for which in
+                          (slice(None, -1), slice(1, None)))
+            assert (metadata[:, 0] == begin).all()
+            assert (metadata[:, 2] == np.where(begin < batch, end - 1, batch)).all()
 
 
 def test_one_longer_request_and_requests_are_cut():

@@ -166,10 +166,12 @@ def test_one_block_of_combine_merges_several_requests(gpu, monkeypatch):
     assert errors.message is None, errors.message
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 2, 2), (3, 1, 16, 2), (2, 2, 4, 1)], ids=str)
+@pytest.mark.parametrize("dtype, shape", [
+    *((dtype, shape) for dtype in (BF16, FP16) for shape in ((1, 1, 1, 1), (1, 2, 2, 2), (3, 1, 16, 2), (2, 2, 4, 1))),
+    *((BF16, shape) for shape in ((1, 1, 1, 1, "pairs"), (2, 2, 1, 1, "pairs"), (1, 2, 1, 4, "quarters"),
+                                  (3, 1, 16, 4, "quarters")))], ids=str)
 def test_every_shape_of_combine(gpu, monkeypatch, shape, dtype):
-    """Row groups, requests, warps a row, column groups; columns of very different size, h_kv 2."""
+    """Row groups, requests, warps a row, column groups, variant; columns of very different size, h_kv 2."""
     monkeypatch.setattr(combine, "shape", lambda *sizes: combine.Shape(*shape))
     lengths, rng = [700, 20, 530], np.random.default_rng(5)
     q = normal(rng, (len(lengths), 3, 14, 576), dtype)
@@ -204,6 +206,7 @@ SPARSE = {  # layout, batch, s_q, h_q, topk, extra topk
     "three head blocks": (V32, 1, 1, 130, 65, 0),
     "ue8m0 scales, crossover": (D512, 2, 1, 66, 133, 0),
     "ue8m0 scales, two lists": (D512, 3, 1, 8, 6, 64),
+    "whole requests, two a part": (V32, 7, 1, 40, 150, 0),
 }
 
 
@@ -232,7 +235,7 @@ def test_sparse_decode(gpu, kernel_of, case, sink):
             indices = rng.integers(-3, 4 * page_size + 3, (batch, s_q, width)).astype(np.int32)
             indices.reshape(-1)[::9] = 2**31 - 1
             lists |= {f"{prefix}k_cache": cache, f"{prefix}indices": indices,
-                      f"{prefix}topk_length": np.array([width, -1, width // 2][:batch], np.int32)}
+                      f"{prefix}topk_length": np.resize(np.array([width, -1, width // 2], np.int32), batch)}
     attn_sink = np.linspace(-5, 5, h_q, dtype=np.float32) if sink else None
     arguments = {name: _device_cache(gpu, x) if name.endswith("k_cache") else gpu.put(x) for name, x in lists.items()}
     out, lse = flash_mla_with_kvcache(

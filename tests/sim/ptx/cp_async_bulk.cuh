@@ -32,6 +32,11 @@ inline void cp_async_bulk_tensor_5d(uint32_t dst, const TensorMap* map, uint32_t
   mbarrier_update(bar, 0, -128 * (int)m.box_rows);
 }
 
+inline void cp_async_bulk_tensor_5d_evict_first(uint32_t dst, const TensorMap* map, uint32_t bar, int32_t c0, int32_t c1,
+                                                int32_t c2, int32_t c3, int32_t c4) {
+  cp_async_bulk_tensor_5d(dst, map, bar, c0, c1, c2, c3, c4);
+}
+
 inline void cp_async_bulk_tensor_3d_store(const TensorMap* map, uint32_t src, int32_t c0, int32_t c1, int32_t c2) {
   const SimulatedMap& m = *reinterpret_cast<const SimulatedMap*>(map->bytes);
   if (c2 < 0 || c2 >= m.shape[2]) return;
