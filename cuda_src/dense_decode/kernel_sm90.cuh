@@ -116,17 +116,18 @@ __device__ __forceinline__ PageToken locate(const DenseDecodeParams& params, int
   return {__ldg(table_entry(params, req, token)), token & (params.page_size - 1)};
 }
 
+// How many boxes make a tile of a KV block: several where pages are small, but none that is wholly past the end.
+__device__ __forceinline__ int boxes_of(const DenseDecodeParams& params, const BlockPosition& at) {
+  if (params.box_tokens >= attention::kKvBlock) return 1;
+  const int seqlen = min(__ldg(params.cache_seqlens + at.req), params.max_seqlen);
+  return ceil_div(min(attention::kKvBlock, seqlen - at.block * attention::kKvBlock), params.box_tokens);
+}
+
 // Starts the copy of tile `tile_index` (64 dims) of a KV block; `first` locates its first token. One thread.
-__device__ __forceinline__ void load_tile(const DenseDecodeParams& params, const BlockPosition& at, PageToken first,
+__device__ __forceinline__ void load_tile(const DenseDecodeParams& params, const BlockPosition& at, PageToken first, int boxes,
                                           uint32_t dst, uint32_t full, int tile_index, bool evict_first) {
   const int first_token = at.block * attention::kKvBlock;
-  int boxes = 1;
-  if (params.box_tokens < attention::kKvBlock) {  // small pages; those wholly past the end are not loaded
-    const int seqlen = min(__ldg(params.cache_seqlens + at.req), params.max_seqlen);
-    boxes = ceil_div(min(attention::kKvBlock, seqlen - first_token), params.box_tokens);
-  }
   const uint32_t box_bytes = params.box_tokens * tile::kTileRowBytes;
-  ptx::mbarrier_arrive_expect_tx(full, boxes * box_bytes);
   const auto next_box = [&](int box) {
     if (box > 0) first = locate(params, at.req, first_token + box * params.box_tokens);
   };
@@ -351,16 +352,23 @@ struct Loader {
     if (next().req > plan.end_req) return {0, -1};
     return locate(params, next().req, next().block * Config::kBlock);
   }
-  // Into `stage`, once every warp has left it (parity of half_empty).
+  // Into `stage`, once every warp has left it (parity of half_empty). Nothing that can be done before that wait comes after it: the
+  // copies, and with them the next block, begin that much later.
   __device__ __forceinline__ void load(int stage, uint32_t empty_parity, PageToken at) const {
     if (at.token < 0) return;
     const int warp = tile::warp_in_group();
+    const bool evict_first = smem.reads_little;
+    const uint32_t full = smem_addr(&smem.half_full[output_half()][stage][warp]), rope_full = smem_addr(&smem.rope_full[stage]);
+    const int boxes = boxes_of(params, next()), bytes = boxes * params.box_tokens * tile::kTileRowBytes;
+    const bool rope = Config::kRope && output_half() == 1 && warp == 2;
+    ptx::mbarrier_arrive_expect_tx(full, bytes);
+    if (rope) ptx::mbarrier_arrive_expect_tx(rope_full, bytes);
     tile::wait(smem_addr(&smem.half_empty[output_half()][stage]), empty_parity);
-    load_tile(params, next(), at, smem_addr(smem.k_half[output_half()][stage][warp]),
-              smem_addr(&smem.half_full[output_half()][stage][warp]), 4 * output_half() + warp, smem.reads_little);
-    if (Config::kRope && output_half() == 1 && warp == 2) {
+    load_tile(params, next(), at, boxes, smem_addr(smem.k_half[output_half()][stage][warp]), full, 4 * output_half() + warp,
+              evict_first);
+    if (rope) {
       tile::wait(smem_addr(&smem.half_empty[0][stage]), empty_parity);
-      load_tile(params, next(), at, smem_addr(smem.rope_or_p[stage]), smem_addr(&smem.rope_full[stage]), 8, smem.reads_little);
+      load_tile(params, next(), at, boxes, smem_addr(smem.rope_or_p[stage]), rope_full, 8, evict_first);
     }
     next_block(params, plan, next());
   }
