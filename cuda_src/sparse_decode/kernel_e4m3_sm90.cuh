@@ -714,19 +714,21 @@ __device__ __forceinline__ void accumulate(Output& o, typename Config::Storage& 
   uint32_t scale[2] = {ptx::ld_shared(scales), ptx::ld_shared(scales + 16)};
   make_values(a[0], codes, scale, 0);
   tile::wait(smem_addr(&smem.p_full[count & 1]), count >> 1 & 1);
-  ptx::fence_proxy_async();  // P; by these warps, which have the time
   const Factors& factors = smem.factors[count & 1];
   const uint32_t rescales = ptx::ld_shared(smem_addr(factors.rescales));
+  ptx::fence_proxy_async();  // P; by these warps, which have the time
+  if (rescales != 0) {  // hardly ever
 #pragma unroll
-  for (int first = 0; first < 8; first += 2) {  // 16 rows
-    if ((rescales >> 4 * first & 0xff) == 0) continue;
+    for (int first = 0; first < 8; first += 2) {  // 16 rows
+      if ((rescales >> 4 * first & 0xff) == 0) continue;
 #pragma unroll
-    for (int i = first; i < first + 2; i++) {
-      const float2 rescale = load_pair(&factors.rescale[8 * i + lane % 4 * 2]);
+      for (int i = first; i < first + 2; i++) {
+        const float2 rescale = load_pair(&factors.rescale[8 * i + lane % 4 * 2]);
 #pragma unroll
-      for (int m = 0; m < 4; m++)
+        for (int m = 0; m < 4; m++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) o[m][4 * i + j] *= j % 2 == 0 ? rescale.x : rescale.y;
+          for (int j = 0; j < 4; j++) o[m][4 * i + j] *= j % 2 == 0 ? rescale.x : rescale.y;
+      }
     }
   }
 #pragma unroll
