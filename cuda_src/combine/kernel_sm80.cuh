@@ -221,18 +221,17 @@ __device__ __forceinline__ void merge(const CombineParams& params, int req, cons
           for (int k = 0; k < kSums; k++) acc[k] *= rescale;
         }
 #pragma unroll
-        for (float& x : weight)  // one that attended to nothing does not count, whatever its output is
+        for (float& x : weight)  // one that attended to nothing, or is not there, does not count, whatever its output is
           x = lse == -infinity() ? -1.0f : sizeof(Partial) == 2 ? x * of_lane : of_lane;
       }
 #pragma unroll
       for (int j = 0; j < Config::kAtOnce; j++) {
         if (at + (j << groups_per_row_shift) >= slots.count) break;
-        const bool exists = Config::kResults == 1 || first + (j << groups_per_row_shift) < slots.count;
 #pragma unroll
         for (int i = 0; i < kVectors; i++) {
           if (kLanes * i * kPerVector >= columns) break;
           const float x = __shfl_sync(0xffffffffu, weight[i * Config::kWeights / kVectors], turn + j, kLanes);
-          if (exists && !(x < 0.0f)) add<Partial>(acc + kPerVector * i, v[j][i], x);
+          if (!(x < 0.0f)) add<Partial>(acc + kPerVector * i, v[j][i], x);
         }
       }
     }

@@ -15,7 +15,7 @@ struct DenseDecodeParams {
   float* lse_partial;          // (2 * num_sm_parts, h_kv, rows), log2; behind them fp16's factors
   const int32_t* cache_seqlens;  // (batch)
   const int32_t* block_table;  // (batch, table_width) or null: page index = request (contiguous KV)
-  const int32_t* metadata;     // (num_sm_parts, 8) or null: whole requests, as many to each part
+  const int32_t* metadata;     // (num_sm_parts, 8) or null: whole requests, as many to each part; then no o_partial either
   int64_t q_stride_batch, q_stride_token, q_stride_head;
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   int64_t lse_stride_batch, lse_stride_head, lse_stride_token;
@@ -54,7 +54,7 @@ struct SparseDecodeParams {
   float* lse;                  // (batch, h_q, s_q), natural log, without the sink
   float* o_partial;            // (2 * num_sm_parts, s_q * h_q, 512) fp16, see attention/half_partial.cuh; few rows: float
   float* lse_partial;          // (2 * num_sm_parts, s_q * h_q), log2; behind them fp16's factors
-  const int32_t* metadata;     // (num_sm_parts, 8) or null: whole requests, as many to each part
+  const int32_t* metadata;     // (num_sm_parts, 8) or null: whole requests, as many to each part; then no o_partial either
   const float* attn_sink;      // (h_q) natural-log logits or null
   const int32_t* block_table;  // paged: (batch, table_width) or null: page index = request
   const int32_t* cache_seqlens;  // paged: (batch)

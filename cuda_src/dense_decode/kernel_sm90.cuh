@@ -76,10 +76,7 @@ __device__ __forceinline__ int visible_tokens(const DenseDecodeParams& params, i
 __device__ __forceinline__ Fragment load_fragment(const DenseDecodeParams& params, const PartPlan& plan, int req) {
   const int seqlen = min(max(__ldg(params.cache_seqlens + req), 0), params.max_seqlen);
   const int visible = params.causal ? seqlen - params.s_q + plan.last_token + 1 : seqlen;
-  Fragment fragment = attention::fragment_of(plan, req, seqlen, min(visible, seqlen));
-  // Called without room for partial results: the host knows that nothing is cut. Stale metadata must not fault.
-  if (params.o_partial == nullptr) fragment.slot = -1;
-  return fragment;
+  return attention::fragment_of(plan, req, seqlen, min(visible, seqlen));
 }
 
 // ---- loads ------------------------------------------------------------------------------------------------------
@@ -575,8 +572,10 @@ __device__ __forceinline__ void kernel(const DenseDecodeParams& params) {
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   Storage& smem = *reinterpret_cast<Storage*>(dynamic_smem);
   FLASHMLA_ASSERT(smem_addr(dynamic_smem) % 1024 == 0);
-  int likely_req = 0, likely_block = 0;
-  if (params.metadata != nullptr) {
+  int likely_req, likely_block = 0;
+  if (params.metadata == nullptr) {
+    likely_req = attention::whole_part_plan(blockIdx.z, params.num_sm_parts, params.batch).begin_req;
+  } else {
     likely_req = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z);
     likely_block = ptx::ld_relaxed(params.metadata + 8 * blockIdx.z + 1);
   }

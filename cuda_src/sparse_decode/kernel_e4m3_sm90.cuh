@@ -646,7 +646,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
           factors.rescale[row] = rescale0;
           factors.rescale[row + 8] = rescale1;
           if (last) {
-            const int slot = partial_slot(params, plan, req);
+            const int slot = attention::slot_of(plan, req);
             factors.inv_sum[row] = output_factor(params, state0, query_row<Config>(params, row), slot);
             factors.inv_sum[row + 8] = output_factor(params, state1, query_row<Config>(params, row + 8), slot);
           }
@@ -664,7 +664,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       count++;
       flags |= kPending;
     }
-    const int slot = partial_slot(params, plan, req), row_again = tile::fragment_row_again();
+    const int slot = attention::slot_of(plan, req), row_again = tile::fragment_row_again();
     store_lse(params, slot, req, query_row<Config>(params, row_again), state0);
     store_lse(params, slot, req, query_row<Config>(params, row_again + 8), state1);
   }
@@ -866,7 +866,7 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
       count++;
       ring.advance();
     }
-    const int slot = partial_slot(params, plan, req), half = output_half();
+    const int slot = attention::slot_of(plan, req), half = output_half();
     const float* inv_sum = smem.factors[count - 1 & 1].inv_sum;
     if (empty) {
       // Whose inverse sums nobody writes: those of a row without keys are 0.

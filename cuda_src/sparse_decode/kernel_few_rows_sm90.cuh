@@ -539,7 +539,7 @@ __device__ __forceinline__ void finish_request(const SparseDecodeParams& params,
     if (lane % 4 == 0) smem.sums[4 * group + warp][g + 8 * r] = make_float2(a.sum_ref[r], sum);
   }
   sync_groups(smem, parity);
-  const int slot = partial_slot(params, plan, req);
+  const int slot = attention::slot_of(plan, req);
   float lse_log2[2];
   total_lse_log2(smem.sums, lse_log2);
 #pragma unroll

@@ -365,7 +365,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
         smem.rescale[row] = rescale0;
         smem.rescale[row + 8] = rescale1;
         if (last) {
-          const int slot = partial_slot(params, plan, req);
+          const int slot = attention::slot_of(plan, req);
           smem.inv_sum[row] = output_factor(params, state0, query_row<Config>(params, row), slot);
           smem.inv_sum[row + 8] = output_factor(params, state1, query_row<Config>(params, row + 8), slot);
         }
@@ -374,7 +374,7 @@ __device__ __forceinline__ void compute_scores(const SparseDecodeParams& params,
       pending = !last;
       if (last) arrive_once_per_warp(smem_addr(&smem.p_full[1]));
     }
-    const int slot = partial_slot(params, plan, req), row_again = tile::fragment_row_again();
+    const int slot = attention::slot_of(plan, req), row_again = tile::fragment_row_again();
     store_lse(params, slot, req, query_row<Config>(params, row_again), state0);
     store_lse(params, slot, req, query_row<Config>(params, row_again + 8), state1);
   }
@@ -484,7 +484,7 @@ __device__ __forceinline__ void compute_output(const SparseDecodeParams& params,
       inv_sum1 = smem.inv_sum[tile::fragment_row_again() + 8];
       arrive_once_per_warp(smem_addr(&smem.p_empty));
     }
-    const int slot = partial_slot(params, plan, req);
+    const int slot = attention::slot_of(plan, req);
     const int row = tile::fragment_row_again();
     store_output_row<Config, 0>(params, half, slot, req, row, o, inv_sum0);
     store_output_row<Config, 2>(params, half, slot, req, row + 8, o, inv_sum1);

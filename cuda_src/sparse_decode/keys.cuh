@@ -63,11 +63,6 @@ __device__ __forceinline__ Fragment load_fragment(const SparseDecodeParams& para
   return {main_blocks, f.begin_block, f.end_block};
 }
 
-// Called without room for partial results: the host knows that nothing is cut. Stale metadata must not fault.
-__device__ __forceinline__ int partial_slot(const SparseDecodeParams& params, const PartPlan& plan, int req) {
-  return params.o_partial == nullptr ? -1 : attention::slot_of(plan, req);
-}
-
 // Loads of names are unconditional, for a value that is loaded or else made up is moved, which waits for the load.
 __device__ const int32_t kNoIndex[1] = {-1};
 
