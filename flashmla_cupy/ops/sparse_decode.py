@@ -199,9 +199,9 @@ def _staged(name: str, x: Any, stream_ptr: int) -> Any:
 # for 64 rows 316 (dense 128,16,1,8192). Two CTAs are hardly faster: 307.9 us against 318.4 (dense 128,32,1,8192).
 FEW_ROWS = 16
 # The kernel that multiplies codes as they are takes up to a fifth less time a KV block. With 1 block a part it takes
-# 14.4 us and the other 13.9 (graph 1,128,1,2048), with 2 blocks 18.1 and 18.0 (2,128,2,2048), 3.9 blocks 22.7 and 23.3
-# (8,128,1,2048), 7.75 blocks 29.9 and 32.4 (16,128,1,2048), 31 blocks 87.3 and 98.8 (128,64,1,2048), 248 blocks 494.6
-# and 628.8 (dense 128,128,1,8192).
+# 14.6 us and the other 14.0 (graph 1,128,1,2048), with 2 blocks 18.3 and 18.1 (2,128,2,2048), 3.9 blocks 22.9 and 23.4
+# (8,128,1,2048), 7.75 blocks 30.2 and 32.4 (16,128,1,2048), 32 blocks 84.8 and 95.8 (128,64,1,2048), 256 blocks 497.2
+# and 621.6 (dense 128,128,1,8192).
 CODES_BLOCKS = 7
 _codes: bool | None = None  # None: by the number of blocks
 _crossover = False
