@@ -293,7 +293,7 @@ def _parts_and_splits(p: DecodeProblem, arrays: dict[str, Any], device_id: int |
 
 
 def _workspace_bytes(p: DecodeProblem, arrays: dict[str, Any], parts: int, splits: bool) -> int:
-    if not splits:
+    if not splits or p.nothing_to_attend or p.batch * p.s_q == 0:
         return 0
     plan = sched_meta.plan_bytes(p.batch, parts) if arrays["tile_scheduler_metadata"] is None else 0
     return _partial_bytes(p, parts)[1] + plan

@@ -642,6 +642,14 @@ def test_metadata_of_sparse_calls():
     assert same(get_mla_metadata(lengths, 128, 1, 128, True), get_mla_metadata(lengths, 128, 1, 128, False))
 
 
+@pytest.mark.parametrize("nothing", [dict(s_q=0), dict(pages=0), dict(batch=0)], ids=str)
+def test_a_call_of_nothing_needs_no_workspace(gpu, nothing):
+    for place in (Host(), gpu):
+        out, lse = flash_mla_with_kvcache(**sparse(place, topk=300, workspace=place.array((0,), np.uint8), **nothing))
+        assert out.size == 0 or "pages" in nothing
+    assert not [event for event in gpu.events if not isinstance(event, tuple)]  # a launch
+
+
 @pytest.mark.parametrize("batch, h_q", [(128, 16), (128, 64), (130, 8), (7, 128)])
 def test_a_workspace_is_enough_whatever_the_plan(batch, h_q):
     """Dense plans of 128 requests have fewer parts than sparse ones."""
