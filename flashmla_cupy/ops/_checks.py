@@ -193,7 +193,8 @@ def check_cache(name: str, cache: Any, q: Any, is_fp8: bool, axes: str) -> KVFor
             raise ValueError(f"{name}: got head dimension {cache.shape[3]}, expected {d_qk} as in q")
         return None
     if cache.dtype not in FP8_CACHE_DTYPES:
-        raise TypeError(f"{name}: got dtype {cache.dtype}, expected uint8 (or float8_e4m3fn) with is_fp8_kvcache=True")
+        raise TypeError(f"{name}: got dtype {cache.dtype}, expected uint8 (or int8, float8_e4m3fn) with "
+                        "is_fp8_kvcache=True")
     if q.dtype != Q_DTYPES["bfloat16"]:
         raise TypeError(f"q: got dtype {q.dtype}, expected bfloat16 with an FP8 cache")
     layout = _FP8_FORMATS[d_qk]

@@ -19,7 +19,8 @@ WHY = {  # op -> why its variants are chosen at compile time
     "dense_decode": "element type (bf16, fp16: other wgmma instructions) x d_qk (the first product's depth, unrolled)",
     "combine": "element types x rows and columns of a warp (registers); splits, heads and rows are run-time arguments",
     "sched_meta": "one variant: lengths, parts and topk are run-time arguments",
-    "sparse_decode": "cache layout (offsets, unrolled) x keys by list, or pages x few rows, crossover (cluster of 2)",
+    "sparse_decode": "cache layout (offsets, unrolled) x keys by list, or pages x codes as they are (e4m3), few rows, "
+                     "or keys as bf16, those also with the crossover (cluster of 2)",
     "sparse_prefill": "d_qk (the first product's depth, unrolled)",
     "kv_quant": "direction x layout (offsets and tiles, unrolled) x element type of the other side",
 }
