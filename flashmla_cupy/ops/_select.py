@@ -74,7 +74,8 @@ def experimental_kernels() -> Iterator[None]:
 def all_specs() -> tuple[KernelSpec, ...]:
     """Every kernel variant, in a fixed order.
 
-    Only what costs time as a run-time argument is compiled in: the element type and the head dimension of q and k.
+    Only what costs time as a run-time argument is compiled in, such as the element type and the head dimension of q
+    and k; `kernels list` says what for each op (flashmla_cupy/testing/kernels.py).
     Experimental ones have no passing GPU record (tests/records) for their present source.
     """
     return (*_DENSE_DECODE.values(),
