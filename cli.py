@@ -136,14 +136,16 @@ def validate(ops: tuple[str, ...], suite: str, record: Path | None, json_path: P
 @click.option("--crossover", is_flag=True, help="sparse_decode: two CTAs share the dequantizing, which is not faster.")
 @click.option("--codes/--no-codes", default=None,
               help="sparse_decode: by the kernel that multiplies FP8 codes as they are, or not (else as calls get it).")
+@click.option("--combine", "merging", type=click.Choice(["plain", "pairs", "quarters"]),
+              help="Decode: merge fp16 partial results by this kernel (else as calls get it).")
 @click.option("--repeats", default=15, show_default=True, type=click.IntRange(1), help="Repetitions behind a median.")
 @click.option("--plot", type=PNG, help="Write a roofline PNG.")
 @click.option("--json", "json_path", type=FILE, help="Write every figure.")
 @EXPERIMENTAL
 def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool, host: bool, crossover: bool,
-          codes: bool | None, repeats: int, plot: Path | None, json_path: Path | None) -> None:
+          codes: bool | None, merging: str | None, repeats: int, plot: Path | None, json_path: Path | None) -> None:
     """Time the kernels, and peers on the same arrays in the same run (kv_quant: a plain copy)."""
-    from flashmla_cupy.ops import sparse_decode
+    from flashmla_cupy.ops import combine, sparse_decode
     from flashmla_cupy.runtime import env as variables
     from flashmla_cupy.testing import bench as timing
     from flashmla_cupy.testing import bench_cases, peers, report
@@ -153,13 +155,15 @@ def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool
     variables.check()
     given = click.get_current_context().get_parameter_source
     for name, option in (("pattern", "--case"), ("peer_paths", "--peer-lib"), ("graph", "--graph"),
-                         ("crossover", "--crossover"), ("codes", "--codes"), ("repeats", "--repeats"),
-                         ("plot", "--plot")):
+                         ("crossover", "--crossover"), ("codes", "--codes"), ("merging", "--combine"),
+                         ("repeats", "--repeats"), ("plot", "--plot")):
         if host and given(name) is not click.core.ParameterSource.DEFAULT:
             raise ValueError(f"{option}: got it with --host, expected only one of the two: --host measures no rows")
     for wanted, option in ((crossover, "--crossover"), (codes is not None, "--codes")):
         if wanted and op != "sparse_decode":
             raise ValueError(f"{option}: got --op {op}, expected sparse_decode, which alone has it")
+    if merging is not None and op not in ("dense_decode", "sparse_decode"):
+        raise ValueError(f"--combine: got --op {op}, expected dense_decode or sparse_decode, which alone have it")
     if crossover and codes is not None:
         raise ValueError("--codes: got it with --crossover, expected only one of the two")
     if plot is not None and op == "kv_quant":
@@ -173,6 +177,8 @@ def bench(op: str, pattern: str | None, peer_paths: tuple[str, ...], graph: bool
         click.get_current_context().with_resource(sparse_decode.with_crossover())
     if codes is not None:
         click.get_current_context().with_resource(sparse_decode.with_codes(codes))
+    if merging is not None:
+        click.get_current_context().with_resource(combine.with_variant(merging))
     out.print(f"[bold]{escape(machine.name)}[/], {op}")
     rows, figures = [], {}
     if host or pattern is None:

@@ -197,7 +197,7 @@ def serves_codes(dtype: str, d_qk: int) -> bool:
 _CHOICES = {  # op -> why a device cannot run it, and the tables of its kernels, the preferred one first
     "dense_decode": (_dense_decode_reasons, _DENSE_DECODE),
     "combine": (_combine_reasons, _COMBINE),
-    "combine.half": (_combine_reasons, _COMBINE_HALF),
+    "combine.half.plain": (_combine_reasons, _COMBINE_HALF),
     "combine.half.pairs": (_combine_reasons, _COMBINE_PAIRS),
     "combine.half.quarters": (_combine_reasons, _COMBINE_QUARTERS),
     "sched_meta": (_sched_meta_reasons, _SCHED_META),

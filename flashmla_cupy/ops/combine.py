@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import cupy
@@ -12,7 +14,7 @@ import numpy as np
 from flashmla_cupy import backends
 from flashmla_cupy.runtime import params as kernel_params
 
-from . import _checks, _device
+from . import _checks, _device, _plans
 from ._checks import HEAD_DIM_V
 from ._select import Problem
 
@@ -148,6 +150,12 @@ _WARPS, _COLUMNS = 16, 512  # of a block: Config of cuda_src/combine; an SM hold
 _MOST_ROWS, _MOST_COLUMNS = 2**31 - _WARPS, 65535 * _COLUMNS  # int32 with the last block's warps; of the grid's y axis
 
 
+# The kernels for fp16 partial results: a warp merges a row; or two rows; or two partial results at once, of a quarter
+# of the columns. Their results differ in rounding alone.
+VARIANTS = ("plain", "pairs", "quarters")
+_variant: str | None = None  # None: by the shape
+
+
 class Shape(NamedTuple):
     """How a launch shares the work: see cuda_src/combine/kernel_sm80.cuh."""
 
@@ -155,33 +163,50 @@ class Shape(NamedTuple):
     requests: int
     warps_per_row: int
     column_groups: int
-    variant: str = ""  # "pairs": a warp merges two rows; "quarters": of a quarter of the columns, two partial results
+    variant: str = "plain"
 
 
-def shape(rows: int, split_requests: int, h_kv: int, partials: float, sm_count: int, half: bool = False) -> Shape:
+def shape(rows: int, split_requests: int, h_kv: int, partials: float, sm_count: int, half: bool = False,
+          variant: str | None = None) -> Shape:
     """For at most `split_requests` requests with about `partials` partial results each, in fp16 or (not half) float32.
 
     As many warps share a row as have four partial results each, fewer where the blocks would not all fit at once. Of
     more than 16 requests as many have blocks as there is room for; these take the others in turn, and so do blocks of
     rows for which there is no room. Where there is room and a warp has more than four, two blocks share the columns.
 
-    fp16 (docs/perf-log.md): rather than taking turns, warps merge two rows of about two partial results at once; and
-    four blocks share the columns where there is room.
+    fp16, unless a variant is asked for: pairs rather than taking turns, where there are about two partial results
+    (graph 16,128,2,4096 62.5 to 63.2 us, 64.0 by plain); quarters where a warp has more than four and four blocks can
+    share the columns (graph 1,16,1,131072 47.9 to 48.1 us, 48.6 by plain).
     """
-    room, warps = sm_count // h_kv, 1
+    room, warps, any_variant = sm_count // h_kv, 1, half and variant is None
     while warps < _WARPS and partials > 4 * warps:
         warps *= 2
     while warps > 1 and -(-rows * warps // _WARPS) * min(split_requests, 16) > room:
         warps //= 2
-    row_groups, variant = -(-rows * warps // _WARPS), ""
-    if half and warps == 1 and partials < 3 and row_groups * min(split_requests, 16) > room:
-        row_groups, variant = -(-rows // (2 * _WARPS)), "pairs"
+    row_groups = -(-rows * warps // _WARPS)
+    if any_variant and warps == 1 and partials < 3 and row_groups * min(split_requests, 16) > room:
+        variant = "pairs"
+    if variant == "pairs":
+        warps, row_groups = 1, -(-rows // (2 * _WARPS))
     requests = min(split_requests, max(16, room // row_groups))
-    columns = 1
-    if partials > 4 * warps:
-        columns = next(n for n in ((4, 2, 1) if half else (2, 1)) if n * row_groups * requests <= room or n == 1)
-        variant = "quarters" if columns == 4 else variant
-    return Shape(min(row_groups, max(1, room // requests)), requests, warps, columns, variant)
+    many = variant != "pairs" and partials > 4 * warps
+    if any_variant and many and 4 * row_groups * requests <= room:
+        variant = "quarters"
+    columns = 4 if variant == "quarters" else 2 if many and 2 * row_groups * requests <= room else 1
+    return Shape(min(row_groups, max(1, room // requests)), requests, warps, columns, variant or "plain")
+
+
+@contextlib.contextmanager
+def with_variant(wanted: str) -> Iterator[None]:
+    """Within, fp16 partial results are merged by that one of VARIANTS: to compare."""
+    global _variant
+    before, _variant = _variant, wanted
+    _plans.clear_plans()  # which hold what was chosen before
+    try:
+        yield
+    finally:
+        _variant = before
+        _plans.clear_plans()
 
 
 class AfterSplit:
@@ -191,8 +216,9 @@ class AfterSplit:
         """half: partial outputs are fp16 with factors, not float32. fields: of CombineParams, sizes and strides."""
         rows, h_kv = fields["s_q"] * fields["heads_per_kv"], fields["h_kv"]
         # Each part but the first can begin inside one request.
-        split = shape(rows, min(parts - 1, batch), h_kv, parts / batch, _device.info(device_id).sm_count, half)
-        op = ".".join(filter(None, ("combine", "half" if half else "", split.variant)))
+        split = shape(rows, min(parts - 1, batch), h_kv, parts / batch, _device.info(device_id).sm_count, half,
+                      _variant if half else None)
+        op = f"combine.half.{split.variant}" if half else "combine"
         self._kernel = _device.get_kernel(Problem(op, dtype, d_v=HEAD_DIM_V), device_id)
         self._grid = split.row_groups * split.column_groups, split.requests, h_kv
         magic, shift = kernel_params.divisor(fields["heads_per_kv"])

@@ -391,22 +391,37 @@ def test_merge_of_no_rows(gpu):
 
 
 @pytest.mark.parametrize("half, rows, requests, h_kv, partials, expected", [
-    (False, 16, 1, 1, 132, (16, 1, 16, 2, "")),  # few rows of many partial results: two blocks share their columns
+    (False, 16, 1, 1, 132, (16, 1, 16, 2)),  # few rows of many partial results: two blocks share their columns
     (True, 16, 1, 1, 132, (16, 1, 16, 4, "quarters")),  # or four
-    (True, 40, 1, 1, 132, (40, 1, 16, 2, "")),
-    (True, 128, 1, 1, 66, (128, 1, 16, 1, "")),
-    (True, 128, 8, 1, 8.25, (16, 8, 2, 1, "")),        # fewer warps a row than could be, for all at once
-    (False, 256, 16, 1, 2.1, (8, 16, 1, 1, "")),       # each block takes two groups of rows
-    (True, 256, 16, 1, 2.1, (8, 16, 1, 1, "pairs")),   # or one of twice as many
-    (True, 256, 16, 1, 3, (8, 16, 1, 1, "")),          # whose partial results are too many
-    (True, 128, 65, 1, 0.5, (8, 16, 1, 1, "")),        # and four or five of the split requests
-    (True, 64, 128, 1, 1, (4, 33, 1, 1, "")), (True, 64, 128, 4, 1, (2, 16, 1, 1, "pairs")),
-    (True, 30, 1, 1, 8, (4, 1, 2, 1, "")),
+    (True, 40, 1, 1, 132, (40, 1, 16, 2)),
+    (True, 128, 1, 1, 66, (128, 1, 16, 1)),
+    (True, 128, 8, 1, 8.25, (16, 8, 2, 1)),           # fewer warps a row than could be, for all at once
+    (False, 256, 16, 1, 2.1, (8, 16, 1, 1)),          # each block takes two groups of rows
+    (True, 256, 16, 1, 2.1, (8, 16, 1, 1, "pairs")),  # or one of twice as many
+    (True, 256, 16, 1, 3, (8, 16, 1, 1)),             # whose partial results are too many
+    (True, 128, 65, 1, 0.5, (8, 16, 1, 1)),           # and four or five of the split requests
+    (True, 64, 128, 1, 1, (4, 33, 1, 1)), (True, 64, 128, 4, 1, (2, 16, 1, 1, "pairs")),
+    (True, 30, 1, 1, 8, (4, 1, 2, 1)),
 ])
 def test_shape_of_combine(half, rows, requests, h_kv, partials, expected):
     shape = combine.shape(rows, requests, h_kv, partials, 132, half)
-    assert shape == expected
+    assert shape == combine.Shape(*expected)
     assert shape.row_groups * shape.requests * shape.column_groups * h_kv <= 132
+
+
+@pytest.mark.parametrize("variant", combine.VARIANTS)
+@pytest.mark.parametrize("rows, requests, partials", [(16, 1, 132), (256, 16, 2.1), (128, 8, 8.25), (1, 100, 0.5)])
+def test_a_kernel_of_combine_can_be_asked_for(gpu, variant, rows, requests, partials):
+    shape = combine.shape(rows, requests, 1, partials, 132, True, variant)
+    assert shape.variant == variant and (shape.column_groups == 4) == (variant == "quarters")
+    assert variant != "pairs" or shape[2:4] == (1, 1)
+    with combine.with_variant(variant):
+        flash_mla_with_kvcache(**gpu.decode())
+        flash_mla_with_kvcache(**gpu.decode(dtype=np.float16))
+    merges = [launch.name for launch in gpu.take() if launch.name.startswith("combine")]
+    assert merges == [COMBINE + (f".{variant}" if variant != "plain" else ""), "combine.sm80.fp16"]
+    flash_mla_with_kvcache(**gpu.decode())
+    assert gpu.take()[-1].name == f"{COMBINE}.quarters"
 
 
 def test_columns_of_a_long_merged_row_are_shared_by_blocks(gpu):

@@ -149,6 +149,8 @@ def test_bench_needs_a_gpu():
         (("--crossover",), "--crossover: got --op dense_decode, expected sparse_decode"),
         (("--codes",), "--codes: got --op dense_decode, expected sparse_decode"),
         (("--no-codes",), "--codes: got --op dense_decode, expected sparse_decode"),
+        (("--op", "kv_quant", "--combine", "pairs"), "--combine: got --op kv_quant, expected dense_decode or sparse_"),
+        (("--host", "--combine", "pairs"), "--combine: got it with --host, expected only one of the two"),
         (("--op", "sparse_decode", "--codes", "--crossover"), "--codes: got it with --crossover, expected only one"),
         (("--op", "sparse_decode", "--host", "--codes"), "--codes: got it with --host, expected only one of the two"),
         (("--host", "--case", "graph"), "--case: got it with --host, expected only one of the two"),
