@@ -6,7 +6,8 @@
 //         x take rows in turn, those of y split requests: every gridDim.y-th, found by the part that holds its second fragment.
 //         Where nothing was split, which only the plan says, they are gone at once. Direct mode (metadata null): n_direct
 //         partial results of every row, y counts 512 columns each
-// block   16 warps, one CTA an SM; warps_per_row of them share the partial results of a row and add up in shared memory
+// block   16 warps, one CTA an SM; warps_per_row of them share the partial results of a row and add up in shared memory. By Config,
+//         the halves of a warp merge a row each (kRows 2), or every second partial result of one (kResults 2)
 // PDL     the plan is read before griddepcontrol.wait: the split kernel lets this grid start only after its own wait, so
 //         the kernel that wrote the plan is done. The partial results are read after the wait, which every CTA executes:
 //         the completion of this grid implies that of the split kernel.

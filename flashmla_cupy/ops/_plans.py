@@ -5,6 +5,8 @@ A plan is made once per (shapes, strides, types, alignment, devices) and serves 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import cupy
@@ -39,3 +41,15 @@ def remember(key: tuple, plan: Any) -> None:
 def clear_plans() -> None:
     """Forget planned calls, so that the next ones take their kernels anew (after an edit of cuda_src)."""
     PLANS.clear()
+
+
+@contextlib.contextmanager
+def while_set(namespace: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Within, the variable `name` of a module (its globals()) is `value`; plans that hold what it chose are gone."""
+    before, namespace[name] = namespace[name], value
+    clear_plans()
+    try:
+        yield
+    finally:
+        namespace[name] = before
+        clear_plans()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from flashmla_cupy import kv_format
 from flashmla_cupy.errors import UnsupportedError
 from flashmla_cupy.ops._checks import HEAD_DIM_V, HEAD_DIMS_QK
-from flashmla_cupy.ops._plans import clear_plans
+from flashmla_cupy.ops._plans import while_set
 from flashmla_cupy.runtime.device import DeviceInfo
 from flashmla_cupy.runtime.spec import KernelSpec
 
@@ -58,17 +58,9 @@ def selectable(spec: KernelSpec) -> bool:
     return _experimental_allowed or not spec.experimental
 
 
-@contextlib.contextmanager
-def experimental_kernels() -> Iterator[None]:
+def experimental_kernels() -> AbstractContextManager[None]:
     """Within, `select` also hands out experimental kernels, and prefers them: for what validates and measures them."""
-    global _experimental_allowed
-    before, _experimental_allowed = _experimental_allowed, True
-    clear_plans()  # which hold what was selected before
-    try:
-        yield
-    finally:
-        _experimental_allowed = before
-        clear_plans()
+    return while_set(globals(), "_experimental_allowed", True)
 
 
 def all_specs() -> tuple[KernelSpec, ...]:

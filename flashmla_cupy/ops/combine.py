@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import cupy
@@ -196,17 +195,9 @@ def shape(rows: int, split_requests: int, h_kv: int, partials: float, sm_count: 
     return Shape(min(row_groups, max(1, room // requests)), requests, warps, columns, variant or "plain")
 
 
-@contextlib.contextmanager
-def with_variant(wanted: str) -> Iterator[None]:
+def with_variant(wanted: str) -> AbstractContextManager[None]:
     """Within, fp16 partial results are merged by that one of VARIANTS: to compare."""
-    global _variant
-    before, _variant = _variant, wanted
-    _plans.clear_plans()  # which hold what was chosen before
-    try:
-        yield
-    finally:
-        _variant = before
-        _plans.clear_plans()
+    return _plans.while_set(globals(), "_variant", wanted)
 
 
 class AfterSplit:

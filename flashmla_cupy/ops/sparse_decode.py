@@ -239,17 +239,9 @@ def _partial_bytes(p: DecodeProblem, parts: int) -> tuple[int, int]:
     return sizes(parts, p.s_q * p.h_q)
 
 
-@contextlib.contextmanager
-def with_codes(wanted: bool) -> Iterator[None]:
+def with_codes(wanted: bool) -> contextlib.AbstractContextManager[None]:
     """Within, the kernel that multiplies codes is chosen wherever it may be, or nowhere: to validate and to compare."""
-    global _codes
-    before, _codes = _codes, wanted
-    _plans.clear_plans()  # which hold what was selected before
-    try:
-        yield
-    finally:
-        _codes = before
-        _plans.clear_plans()
+    return _plans.while_set(globals(), "_codes", wanted)
 
 
 def what_is_rounded(sparse: bool, rows: int, d_qk: int) -> str:
@@ -263,13 +255,8 @@ def what_is_rounded(sparse: bool, rows: int, d_qk: int) -> str:
 @contextlib.contextmanager
 def with_crossover() -> Iterator[None]:
     """Within, the CTAs of an even number of head blocks share the dequantizing: to measure what that is worth."""
-    global _crossover
-    before, _crossover = _crossover, True
-    try:
-        with experimental_kernels():
-            yield
-    finally:
-        _crossover = before
+    with _plans.while_set(globals(), "_crossover", True), experimental_kernels():
+        yield
 
 
 def _parts_and_splits(p: DecodeProblem, arrays: dict[str, Any], device_id: int | None) -> tuple[int, bool]:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from flashmla_cupy.errors import FlashMLAError
-from flashmla_cupy.ops import _select
+from flashmla_cupy.ops import _select, combine
 from flashmla_cupy.runtime import cache as store
 from flashmla_cupy.runtime import compile as runtime_compile
 from flashmla_cupy.runtime import device, inspect
@@ -164,6 +164,23 @@ def test_bench_needs_a_gpu():
 def test_bench_refuses(monkeypatch, arguments, message):
     monkeypatch.setattr(report, "check_picture", lambda option, path: None)
     assert message in invoke("bench", *arguments, code=1)
+
+
+def test_bench_can_force_every_kernel_of_combine(monkeypatch):
+    seen = []
+
+    def measure(case, peers, **_):
+        seen.append(combine._variant)
+        return bench.Row(case, False, us={bench.OURS: 500.0})
+
+    monkeypatch.setattr(machine, "detect", lambda: machine.Machine(None, True, "some GPU"))
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(environment, "versions", lambda machine: {})
+    (option,) = (option for option in CLI["bench"].params if option.name == "merging")
+    assert tuple(option.type.choices) == combine.VARIANTS
+    for variant in combine.VARIANTS:
+        invoke("bench", "--case", "graph 1,16,1,4096", "--combine", variant)
+    assert seen == list(combine.VARIANTS) and combine._variant is None
 
 
 def test_bench_of_cache_conversion(monkeypatch, tmp_path):
